@@ -1,0 +1,41 @@
+"""Train a small vision transformer for two steps and print by how many bytes this process grew at its peak.
+
+Notebook 1 starts it as a process of its own, because a peak cannot be reset:
+python measure_rss.py BATCH LAYERS WIDTH
+"""
+
+import platform
+import sys
+
+import psutil
+import torch
+from torch import nn
+from torchvision.models.vision_transformer import VisionTransformer
+
+
+def peak_rss() -> int:
+    """The largest resident memory that this process ever had, in bytes."""
+    if platform.system() == "Windows":
+        return psutil.Process().memory_info().peak_wset
+    import resource
+
+    unit = 1 if platform.system() == "Darwin" else 1024
+    return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def train(batch: int, layers: int, width: int) -> None:
+    """Two steps of AdamW on 64 × 64 images in patches of 8."""
+    model = VisionTransformer(64, 8, layers, 6, width, 4 * width, num_classes=10)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    images, labels = torch.randn(batch, 3, 64, 64), torch.zeros(batch, dtype=torch.long)
+    for _ in range(2):
+        nn.functional.cross_entropy(model(images), labels).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+if __name__ == "__main__":
+    train(2, 1, 96)  # a first small step starts the threads and loads the libraries, which are not ours to count
+    before = psutil.Process().memory_info().rss
+    train(*map(int, sys.argv[1:]))
+    print(peak_rss() - before)

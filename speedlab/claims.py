@@ -1,0 +1,81 @@
+"""Claims: sentences of a lesson that the test run proves.
+
+A claim must be deterministic: it holds on any machine, under load, on a CPU or a GPU. Clocks are not claimed.
+"""
+
+import math
+
+import torch
+
+from speedlab import machine
+
+
+class ClaimError(AssertionError):
+    """A sentence of the lesson that is not true on this machine."""
+
+
+def claim(
+    text: str, ok: bool, *, expected: object = "the statement to hold", observed: object = "it does not"
+) -> None:
+    """Print `ok: text` if `ok`, else raise with what was expected, what was observed, and on which machine."""
+    if type(ok).__name__ not in ("bool", "bool_", "Tensor") or (
+        isinstance(ok, torch.Tensor) and ok.dtype != torch.bool
+    ):
+        raise TypeError(f"The claim {text!r} needs True or False, but got {ok!r}. Write a comparison.")
+    if ok:
+        print(f"ok: {text}")
+        return
+    where = machine.describe()
+    raise ClaimError(
+        f"not true here: {text}\n  expected: {expected}\n  observed: {observed}\n"
+        f"  machine:  {where.device}, {where.name}, {where.cores} cores, "
+        + ", ".join(f"{name} {version}" for name, version in where.versions)
+    )
+
+
+def claim_equal(text: str, observed: object, expected: object) -> None:
+    """Claim that two values, or two tensors element by element, are exactly equal."""
+    if isinstance(observed, torch.Tensor) and isinstance(expected, torch.Tensor):
+        same = observed.shape == expected.shape and torch.equal(observed, expected)
+        claim(text, same, expected="equal tensors", observed=_difference(observed, expected))
+    else:
+        claim(text, bool(observed == expected), expected=expected, observed=observed)
+
+
+def claim_close(text: str, observed: object, expected: object, *, rtol: float = 0.0, atol: float = 0.0) -> None:
+    """Claim that numbers or tensors agree: |observed - expected| <= atol + rtol·|expected|, everywhere."""
+    if rtol == atol == 0.0:
+        raise ValueError(f"The claim {text!r} states no tolerance: give rtol or atol, or use claim_equal.")
+    if isinstance(observed, torch.Tensor):
+        ok = observed.shape == expected.shape and torch.allclose(
+            observed.double(), expected.double(), rtol=rtol, atol=atol
+        )
+        seen = _difference(observed, expected)
+    else:
+        ok = abs(observed - expected) <= atol + rtol * abs(expected)
+        seen = observed
+    wanted = "agreement" if isinstance(observed, torch.Tensor) else expected
+    claim(text, bool(ok), expected=f"{wanted} within rtol={rtol:g}, atol={atol:g}", observed=seen)
+
+
+def claim_between(text: str, observed: float, low: float, high: float) -> None:
+    """Claim that low <= observed <= high; a margin for figures that differ between machines in late digits."""
+    claim(text, bool(low <= observed <= high), expected=f"between {low:g} and {high:g}", observed=observed)
+
+
+def claim_at_least(text: str, observed: float, low: float) -> None:
+    """Claim that observed >= low."""
+    claim(text, bool(observed >= low), expected=f"at least {low:g}", observed=observed)
+
+
+def claim_at_most(text: str, observed: float, high: float) -> None:
+    """Claim that observed <= high."""
+    claim(text, bool(observed <= high), expected=f"at most {high:g}", observed=observed)
+
+
+def _difference(observed: torch.Tensor, expected: torch.Tensor) -> str:
+    if observed.shape != expected.shape:
+        return f"shapes {tuple(observed.shape)} and {tuple(expected.shape)}"
+    gap = (observed.double() - expected.double()).abs()
+    largest = gap.max().item() if gap.numel() else math.nan
+    return f"largest difference {largest:.3g}, at {int((gap > 0).sum())} of {gap.numel()} elements"

@@ -1,0 +1,313 @@
+"""What this machine can do: device, cores, instruction sets, dtypes that are fast here, measured peaks.
+
+The machine description is the package's only global state. It is found by looking and by small probes, never
+by name alone: a dtype that the hardware lacks is not slow, it takes a hundred times as long.
+"""
+
+import contextlib
+import functools
+import importlib.metadata
+import os
+import platform
+import random
+import re
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import psutil
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from speedlab.display import Table, table
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+# A dtype is fast here if a small product in it takes at most this many times the fp32 one.
+FAST = 3.0
+_PROBE_SIZE = 256
+_PACKAGES = ("torch", "torchvision", "lightning", "transformers")
+# Instruction sets that decide which dtypes are fast on a CPU, by the names the kernel gives them.
+_ISA = {
+    "amx_bf16": "AMX-BF16",
+    "amx_fp16": "AMX-FP16",
+    "avx512_bf16": "AVX512-BF16",
+    "avx512_fp16": "AVX512-FP16",
+    "avx512f": "AVX512",
+    "avx2": "AVX2",
+    "bf16": "BF16",
+    "asimdhp": "FP16",
+    "asimd": "NEON",
+}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What `describe` found. `fast` holds the dtypes whose product was at most `FAST` times slower than fp32's."""
+
+    device: str
+    name: str
+    cores: int
+    memory_gib: float
+    instructions: tuple[str, ...]
+    fast: tuple[str, ...]
+    slow: tuple[str, ...]
+    versions: tuple[tuple[str, str], ...]
+    scale: str
+    load: float
+
+    def table(self) -> Table:
+        slow = f"; slow here: {', '.join(self.slow)}" if self.slow else ""
+        rows = [
+            ("device", f"{self.device} ({self.name})"),
+            ("cores", f"{self.cores}, load {self.load:.2f}"),
+            ("memory", f"{self.memory_gib:.1f} GiB"),
+            ("hardware for dtypes", ", ".join(self.instructions) or "none known"),
+            ("fast dtypes", ", ".join(self.fast) + slow),
+            ("versions", ", ".join(f"{name} {version}" for name, version in self.versions)),
+            ("scale", self.scale),
+        ]
+        return table(["this machine", "found"], rows, measured=True)
+
+    def __repr__(self) -> str:
+        return repr(self.table())
+
+    def _repr_html_(self) -> str:
+        return self.table()._repr_html_()
+
+
+def describe() -> Machine:
+    """Describe this machine in one small table; takes under two seconds."""
+    where = device()
+    on_gpu = where.type == "cuda"
+    memory = torch.cuda.get_device_properties(where).total_memory if on_gpu else psutil.virtual_memory().total
+    ratios = probe()
+    return Machine(
+        device=where.type,
+        name=torch.cuda.get_device_name(where) if on_gpu else _cpu_name(),
+        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        memory_gib=memory / 1024**3,
+        instructions=_instructions(where),
+        fast=tuple(name for name, ratio in ratios.items() if ratio <= FAST),
+        slow=tuple(name for name, ratio in ratios.items() if ratio > FAST),
+        versions=(("Python", platform.python_version()), *_versions()),
+        scale=scale(),
+        load=psutil.getloadavg()[0],
+    )
+
+
+def device() -> torch.device:
+    """The device that lessons train on: the first CUDA GPU where there is one, else the CPU."""
+    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def scale() -> str:
+    """`quick` (small models, embedded data, no network) or `full`, from the environment variable SPEEDLAB_SCALE."""
+    chosen = os.environ.get("SPEEDLAB_SCALE", "quick").strip().lower() or "quick"
+    if chosen not in ("quick", "full"):
+        raise ValueError(f"SPEEDLAB_SCALE is {chosen!r}; it must be 'quick' or 'full'. Unset it to run at 'quick'.")
+    return chosen
+
+
+def seed_everything(seed: int) -> torch.Generator:
+    """Seed Python, NumPy and PyTorch, and return a fresh CPU generator with the same seed for loaders."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    return torch.Generator().manual_seed(seed)
+
+
+@functools.cache
+def probe() -> dict[str, float]:
+    """How many times longer than fp32's a small square product takes in each dtype, on `device()`.
+
+    The probe is tiny on purpose: where the hardware lacks a dtype, a large product would not return. On a CPU it
+    counts the processor time of one thread, so that the answer is the same on a busy machine.
+    """
+    where = device()
+    threads = torch.get_num_threads()
+    if where.type == "cuda":
+        # a GPU needs a larger product before its matrix units, not its launches, decide
+        size, clock = 2048, synchronised_clock(where)
+    else:
+        fine = time.get_clock_info("thread_time").resolution < 1e-6
+        size, clock = _PROBE_SIZE, time.thread_time if fine else time.perf_counter
+        torch.set_num_threads(1)
+    try:
+        seconds = {name: _product_seconds(dtype, size, where, clock) for name, dtype in DTYPES.items()}
+    finally:
+        torch.set_num_threads(threads)
+    return {name: spent / seconds["fp32"] for name, spent in seconds.items()}
+
+
+def is_fast(dtype: str) -> bool:
+    """Whether a product in `dtype` ('fp32', 'bf16', 'fp16', 'fp64') is at most a few times slower than fp32 here."""
+    if dtype not in DTYPES:
+        raise ValueError(f"Unknown dtype {dtype!r}; expected one of {', '.join(DTYPES)}.")
+    return probe()[dtype] <= FAST
+
+
+@functools.cache
+def peak_flops(dtype: str = "fp32") -> float:
+    """The best rate of a large square matrix product in `dtype` on `device()`, in FLOP/s, measured once a session.
+
+    A product of two (n, n) matrices counts 2·n³ operations. Where the dtype is slow, the small probe's rate is given.
+    """
+    where = device()
+    size = (8192 if where.type == "cuda" else 1024) if is_fast(dtype) else _PROBE_SIZE
+    return 2 * size**3 / _product_seconds(DTYPES[dtype], size, where, synchronised_clock(where))
+
+
+@functools.cache
+def copy_bandwidth() -> float:
+    """The best rate of a large copy on `device()`, in bytes/s, counting bytes read and bytes written."""
+    where = device()
+    source = torch.ones((2**30 if where.type == "cuda" else 2**26) // 4, device=where)
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / _best(lambda: target.copy_(source), synchronised_clock(where))
+
+
+def half_products() -> contextlib.AbstractContextManager:
+    """Make 16-bit training affordable on a CPU that has no hardware for it.
+
+    Inside this context, matrix products, convolutions and attention on bf16 or fp16 CPU tensors are computed in fp32
+    and rounded once to the 16-bit type, which is what matrix hardware does (exact products, fp32 sums). The numbers,
+    the dtypes and what autograd keeps are those of 16-bit training; the time is not, and is never shown as such.
+    Where bf16 and fp16 are fast, the context does nothing.
+    """
+    if device().type == "cpu" and is_fast("bf16") and is_fast("fp16"):
+        return contextlib.nullcontext()
+    return _ProductsInFp32()
+
+
+class _ProductsInFp32(TorchDispatchMode):
+    _PRODUCTS = re.compile(r"::(mm|addmm|bmm|baddbmm|addmv|mv|dot|linear|_?convolution|_scaled_dot_product)")
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        halves = [a.dtype for a in (*args, *kwargs.values()) if _is_half(a)]
+        if not halves or not self._PRODUCTS.search(func._schema.name):
+            return func(*args, **kwargs)
+        out = func(*map(_widen, args), **{key: _widen(value) for key, value in kwargs.items()})
+        if not isinstance(out, tuple | list):
+            return out.to(halves[0])
+        # attention also returns its log-sum-exp, which stays in fp32 on every kind of hardware
+        keep = 1 if "scaled_dot_product" in func._schema.name and "backward" not in func._schema.name else len(out)
+        return type(out)(
+            o.to(halves[0]) if i < keep and isinstance(o, torch.Tensor) and o.dtype == torch.float32 else o
+            for i, o in enumerate(out)
+        )
+
+
+def slug() -> str:
+    """A file name for this machine's results: `amd-epyc-2-cores-avx2`, `nvidia-h200`."""
+    if device().type == "cuda":
+        text = torch.cuda.get_device_name()
+    else:
+        sets = _instructions(torch.device("cpu"))
+        text = f"{_cpu_name()} {describe().cores} cores {sets[0] if sets else ''}"
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
+
+
+def stamp() -> dict[str, object]:
+    """The full stamp of a result: machine, instruction sets, versions, load, date and git commit, as plain values."""
+    found = describe()
+    return {
+        "machine": found.name,
+        "device": found.device,
+        "cores": found.cores,
+        "threads": torch.get_num_threads(),
+        "memory_gib": round(found.memory_gib, 1),
+        "instructions": list(found.instructions),
+        "fast_dtypes": list(found.fast),
+        "versions": dict(found.versions),
+        "load": round(found.load, 2),
+        "date": time.strftime("%Y-%m-%d"),
+        "commit": _commit(),
+    }
+
+
+def _commit() -> str:
+    asked = ["git", "describe", "--always", "--dirty"]
+    try:
+        answer = subprocess.run(asked, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return "unknown"
+    return answer.stdout.strip() if answer.returncode == 0 else "unknown"
+
+
+def _is_half(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype in (torch.bfloat16, torch.float16) and value.is_cpu
+
+
+def _widen(value: object) -> object:
+    return value.float() if _is_half(value) else value
+
+
+def _product_seconds(dtype: torch.dtype, size: int, where: torch.device, clock: Callable[[], float]) -> float:
+    # random numbers: zeros and ones draw less power and can run faster than real data
+    a = torch.randn(size, size, device=where).to(dtype)
+    return _best(lambda: a @ a, clock)
+
+
+def _best(work: Callable[[], object], clock: Callable[[], float], repeats: int = 7) -> float:
+    work()
+    best = float("inf")
+    for _ in range(repeats):
+        start = clock()
+        work()
+        best = min(best, clock() - start)
+        # far from fast: one sample has said enough
+        if best > 0.1:
+            break
+    return best
+
+
+def synchronised_clock(where: torch.device) -> Callable[[], float]:
+    """A clock in seconds that waits for the device's queue first: without that, a GPU's clock times the launches."""
+    if where.type != "cuda":
+        return time.perf_counter
+
+    def clock() -> float:
+        torch.cuda.synchronize(where)
+        return time.perf_counter()
+
+    return clock
+
+
+def _versions() -> Iterator[tuple[str, str]]:
+    for name in _PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            yield name, importlib.metadata.version(name)
+
+
+@functools.cache
+def _cpu_name() -> str:
+    if platform.system() == "Linux":
+        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.M)
+        if found:
+            return found[1].strip()
+    if platform.system() == "Darwin":
+        asked = subprocess.run(
+            ["sysctl", "-n", "machdep.cpu.brand_string"], capture_output=True, text=True, timeout=10
+        )
+        if asked.returncode == 0:
+            return asked.stdout.strip()
+    return platform.processor() or platform.machine()
+
+
+@functools.cache
+def _instructions(where: torch.device) -> tuple[str, ...]:
+    if where.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(where)
+        return (f"compute capability {major}.{minor}",)
+    if platform.system() == "Linux":
+        found = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.M)
+        flags = set(found[1].split()) if found else set()
+        names = [name for flag, name in _ISA.items() if flag in flags]
+    else:
+        names = [torch.backends.cpu.get_cpu_capability()]
+    held = os.environ.get("ONEDNN_MAX_CPU_ISA")
+    return (*names, f"oneDNN held to {held}") if held else tuple(names)

@@ -1,0 +1,50 @@
+"""Things to move: a picture or a table that follows its controls, and that reads well where nothing can be moved."""
+
+import base64
+import html
+from collections.abc import Callable
+
+import ipywidgets
+from matplotlib.figure import Figure
+
+from speedlab.plots import png
+
+
+class Explorer(ipywidgets.VBox):
+    """Controls above a view. Without a kernel, and in print, the view stands as it was with the default values."""
+
+    def __init__(self, render: Callable[..., tuple[str | Figure, str]], controls: dict[str, ipywidgets.Widget]):
+        self._render, self._controls = render, controls
+        self._view = ipywidgets.HTML()
+        super().__init__([ipywidgets.HBox(list(controls.values())), self._view])
+        for control in controls.values():
+            control.observe(lambda _: self._update(), names="value")
+        self._update()
+
+    def _update(self) -> None:
+        # an error in a callback would vanish into the log; a reader needs it in the view
+        try:
+            shown, self._text = self._render(**{name: control.value for name, control in self._controls.items()})
+        except ValueError as error:
+            shown, self._text = f"<p>{html.escape(str(error))}</p>", str(error)
+        if isinstance(shown, Figure):
+            data = base64.b64encode(png(shown, dpi=96)).decode()
+            shown = f'<img alt="{html.escape(self._text, quote=True)}" src="data:image/png;base64,{data}">'
+        self._view.value = shown
+
+    def __repr__(self) -> str:
+        return self._text
+
+    def _repr_mimebundle_(self, **kwargs):
+        bundle = super()._repr_mimebundle_(**kwargs) or {}
+        # figures in text/html would be compared byte by byte, so only a table has an HTML form
+        return bundle if "<img" in self._view.value else {**bundle, "text/html": self._view.value}
+
+
+def explore(render: Callable[..., tuple[str | Figure, str]], **controls: ipywidgets.Widget) -> Explorer:
+    """Show `render(**values)` under the given controls, again whenever one of them moves.
+
+    `render` gets the controls' values by name and returns a pair: HTML or a matplotlib Figure, and the same as plain
+    text (for the figure: its alt text). A ValueError that it raises is shown as a sentence in the view.
+    """
+    return Explorer(render, controls)

@@ -1,0 +1,152 @@
+"""What cells show: measured displays, tables, figures with alt text, widgets that work without being touched."""
+
+import ipywidgets
+import pytest
+from notebooks import Printed, blank, same_outputs
+
+from speedlab import display, plots, widgets
+from speedlab.measure import Comparison, Ratio, Timing
+
+
+def test_a_measured_line_has_its_value_blanked_and_its_label_kept(capsys):
+    display.measured("step time", "1.5 s")
+    display.measured("step time", "0.2 s, with\nsome: more")
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == "[measured] step time: 1.5 s"
+    assert blank(first) == blank(second) == "[measured] step time: *"
+
+
+def test_a_label_with_a_colon_is_refused():
+    with pytest.raises(ValueError, match="holds a colon"):
+        display.measured("time: total", 3)
+
+
+def test_measured_tables_compare_labels_only():
+    def made(value, row="fp32", column="time"):
+        shown = display.table(["dtype", column], [(row, value)], "Step", measured=True)
+        return [
+            {"output_type": "display_data", "data": {"text/plain": repr(shown), "text/html": shown._repr_html_()}}
+        ]
+
+    assert same_outputs(made("1.0 ms"), made("2.0 ms"))
+    assert not same_outputs(made("1.0 ms"), made("1.0 ms", row="bf16"))
+    assert not same_outputs(made("1.0 ms"), made("1.0 ms", column="memory"))
+
+
+def test_exact_tables_compare_everything():
+    def made(value):
+        return [
+            {"output_type": "display_data", "data": {"text/html": display.table(["a"], [(value,)])._repr_html_()}}
+        ]
+
+    assert same_outputs(made(41), made(41))
+    assert not same_outputs(made(41), made(42))
+
+
+def test_tables_escape_and_refuse_ragged_rows():
+    assert "&lt;b&gt;" in display.table(["a"], [("<b>",)])._repr_html_()
+    with pytest.raises(ValueError, match="has 1 cells, but there are 2 columns"):
+        display.table(["a", "b"], [(1,)])
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "equal"),
+    [
+        ("loss 0.1234", "loss 0.1235", True),
+        ("loss 0.1234", "loss 0.1236", False),
+        ("loss 0.1234", "loss 0.123", False),
+        ("loss 1.5e-05", "loss 1.6e-05", True),
+        ("loss 1.5e-05", "loss 1.5e-04", False),
+        ("12 layers", "13 layers", False),
+        ("a word", "another word", False),
+        ("torch.float32", "torch.float16", False),
+        ("v1.2.3", "v1.2.4", False),
+        ("nan 0.5", "nan 0.5", True),
+    ],
+)
+def test_decimals_may_differ_in_the_last_place_only(old, new, equal):
+    assert (Printed(old) == Printed(new)) is equal
+    assert (Printed(old) != Printed(new)) is not equal
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(0, "0 B"), (384 * 1024, "384 KiB"), (1.5 * 1024**3, "1.50 GiB"), (2**20 * 640, "640 MiB")]
+)
+def test_bytes_as_people_read_them(count, text):
+    assert display.bytes_text(count) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(1.474, "1.47 s"), (0.0225, "22.5 ms"), (8.3e-4, "830 µs"), (5e-9, "5 ns")]
+)
+def test_seconds_as_people_read_them(seconds, text):
+    assert display.seconds_text(seconds) == text
+
+
+def test_equal_figures_are_equal_bytes_and_need_alt_text():
+    def draw():
+        figure, ax = plots.figure()
+        plots.bars(ax, {"a": 1.0, "b": 2.0}, spread={"a": (0.9, 1.2)}, title="t", label="s")
+        return figure
+
+    assert plots.png(draw()) == plots.png(draw())
+    with pytest.raises(ValueError, match="too short"):
+        plots.show(draw(), "a chart")
+
+
+def test_colour_is_never_the_only_carrier():
+    ax = plots.figure()[1]
+    plots.bars(ax, {name: 1.0 for name in "abc"})
+    assert len({bar.get_hatch() for bar in ax.patches}) == 3
+    ax = plots.figure()[1]
+    plots.curves(ax, {name: ([1, 2], [1, 2]) for name in "abc"}, log="xy")
+    assert len({line.get_marker() for line in ax.lines}) == 3
+    ax = plots.figure()[1]
+    plots.timeline(ax, {"gpu": [(0, 1, "forward"), (1, 2, "backward")], "cpu": [(0, 2, "load")]})
+    assert len({bar.get_hatch() for bar in ax.patches}) == 3
+
+
+def test_a_comparison_is_shown_with_its_verdict(monkeypatch):
+    shown = []
+    monkeypatch.setattr(plots, "show", lambda figure, alt: shown.append(alt))
+    timing = Timing(0.2, 0.19, 0.21, (0.2,))
+    plots.comparison(
+        Comparison("fp32", {"fp32": timing, "bf16": timing}, {"bf16": Ratio(1, 0.9, 1.1, 0.97)}, {}), "Step"
+    )
+    assert "fp32: 200 ms (190 ms to 210 ms)" in shown[0]
+
+
+def test_a_widget_shows_its_default_and_follows_its_controls():
+    slider = ipywidgets.IntSlider(3)
+    shown = widgets.explore(lambda n: (f"<b>{n * n}</b>", f"{n} squared is {n * n}"), n=slider)
+    assert repr(shown) == "3 squared is 9"
+    assert shown._repr_mimebundle_()["text/html"] == "<b>9</b>"
+    slider.value = 5
+    assert repr(shown) == "5 squared is 25"
+    assert shown._repr_mimebundle_()["text/html"] == "<b>25</b>"
+
+
+def test_a_widget_shows_a_figure_with_alt_text():
+    def render(n):
+        figure, ax = plots.figure(2, 1)
+        ax.plot([0, n])
+        return figure, f'a line to "{n}"'
+
+    shown = widgets.explore(render, n=ipywidgets.IntSlider(3))
+    view = shown.children[1].value
+    assert view.startswith('<img alt="a line to &quot;3&quot;"') and "base64" in view
+    assert "text/html" not in shown._repr_mimebundle_()
+
+
+def test_a_widget_says_what_is_wrong_with_an_input():
+    def render(x):
+        if x < 0:
+            raise ValueError("x must not be negative; choose 0 or more.")
+        return str(x), str(x)
+
+    field = ipywidgets.FloatText(1.0)
+    shown = widgets.explore(render, x=field)
+    field.value = -1
+    assert repr(shown) == "x must not be negative; choose 0 or more."
+    field.value = 2
+    assert repr(shown) == "2.0"

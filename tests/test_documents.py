@@ -1,0 +1,169 @@
+"""The prose: links and paths exist, headings are in order, pictures have alt text, nothing names one machine."""
+
+import itertools
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+import readme
+from notebooks import ROOT, find
+
+NOTEBOOKS = {str(path.relative_to(ROOT)): json.loads(path.read_text(encoding="utf-8")) for path in find()}
+TEXTS = [p for p in ROOT.glob("*.md")]
+LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)(?:\s+\"[^\"]*\")?\)")
+IMAGE_TAG = re.compile(r"<img\s[^>]*>")
+FENCE = re.compile(r"(?ms)^```.*?^```\s*$")
+LESSONS = [name for name in NOTEBOOKS if name.startswith("code-units/")]
+
+
+def source(cell: dict) -> str:
+    return "".join(cell["source"])
+
+
+def markdown_of(notebook: dict) -> str:
+    return "\n\n".join(source(cell) for cell in notebook["cells"] if cell["cell_type"] == "markdown")
+
+
+def code_cells(notebook: dict) -> list[dict]:
+    return [c for c in notebook["cells"] if c["cell_type"] == "code" and source(c).strip()]
+
+
+def documents() -> dict:
+    texts = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in TEXTS}
+    return {**texts, **{name: markdown_of(notebook) for name, notebook in NOTEBOOKS.items()}}
+
+
+@pytest.mark.parametrize("name", documents())
+def test_links_lead_somewhere(name):
+    prose = FENCE.sub("", documents()[name])
+    folder = (ROOT / name).parent
+    for _, text, target in LINK.findall(prose):
+        if target.startswith(("http://", "https://", "mailto:", "#")):
+            continue
+        assert (folder / target.split("#")[0]).exists(), f"{name}: [{text}]({target}) leads nowhere"
+
+
+@pytest.mark.parametrize("name", documents())
+def test_pictures_have_alt_text(name):
+    prose = documents()[name]
+    for mark, text, target in LINK.findall(prose):
+        assert not mark or len(text.split()) >= 3, f"{name}: say in the alt text what {target} shows"
+    for tag in IMAGE_TAG.findall(prose):
+        assert re.search(r'alt="[^"]+ [^"]+"', tag), f"{name}: {tag} has no alt text"
+
+
+@pytest.mark.parametrize("name", documents())
+def test_one_title_and_no_skipped_level(name):
+    levels = [len(mark) for mark in re.findall(r"(?m)^(#{1,6}) \S", FENCE.sub("", documents()[name]))]
+    assert levels.count(1) == 1 and levels[0] == 1, f"{name}: one H1, first; found levels {levels}"
+    assert all(b - a <= 1 for a, b in itertools.pairwise(levels)), f"{name}: a level is skipped: {levels}"
+
+
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_figures_that_cells_make_have_alt_text(name):
+    for number, cell in enumerate(code_cells(NOTEBOOKS[name]), 1):
+        for output in cell["outputs"]:
+            if "image/png" in output.get("data", {}):
+                alt = output["metadata"].get("image/png", {}).get("alt", "")
+                assert len(alt.split()) > 3, f"{name}: the figure of code cell {number} has no alt text"
+
+
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_cells_were_run_in_order_and_are_short(name):
+    cells = code_cells(NOTEBOOKS[name])
+    assert [c["execution_count"] for c in cells] == list(range(1, len(cells) + 1)), f"{name}: run it top to bottom"
+    long = {i: n for i, c in enumerate(cells, 1) if (n := len(source(c).strip().splitlines())) > 20}
+    assert not long, f"{name}: code cells with too many lines {long}"
+    assert not any(o["output_type"] == "error" for c in cells for o in c["outputs"]), f"{name}: a stored error"
+
+
+@pytest.mark.parametrize("name", LESSONS)
+def test_a_lesson_has_its_anatomy(name):
+    cells = NOTEBOOKS[name]["cells"]
+    opening, prose = source(cells[0]), markdown_of(NOTEBOOKS[name])
+    assert cells[0]["cell_type"] == "markdown" and opening.startswith("# "), f"{name}: it opens with its title"
+    for part in ("You will learn", "You need"):
+        assert part in opening, f"{name}: the opening lacks '{part}'"
+    assert "machine.describe()" in source(code_cells(NOTEBOOKS[name])[0])
+    for part in ("Predict", "loses", "<details>", "In practice", "Further reading"):
+        assert part in prose, f"{name}: it lacks '{part}'"
+    words = len(re.sub(r"<[^>]+>", " ", prose).split())
+    lines = sum(len([x for x in source(c).splitlines() if x.strip()]) for c in code_cells(NOTEBOOKS[name]))
+    assert 900 <= words <= 3300, f"{name}: {words} words"
+    assert 30 <= lines <= 350, f"{name}: {lines} lines of code"
+
+
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_a_notebook_is_light_and_normalised(name):
+    notebook = NOTEBOOKS[name]
+    assert (ROOT / name).stat().st_size < 800_000, f"{name}: smaller figures"
+    assert set(notebook["metadata"]) == {"kernelspec", "language_info"}, f"{name}: run tools/refresh.py"
+    assert notebook["metadata"]["kernelspec"]["name"] == "python3"
+    stored = [set(o.get("data", {})) for c in code_cells(notebook) for o in c["outputs"]]
+    assert not any({"application/vnd.jupyter.widget-view+json", "text/html"} <= kinds for kinds in stored)
+
+
+def test_nothing_names_one_machine():
+    """No path of this checkout, of a home folder or of a temporary folder stands in what is published."""
+    hidden = {".git", ".venv", "__pycache__", ".pytest_cache", ".ruff_cache"}
+    paths = [p for p in ROOT.rglob("*") if p.is_file() and not hidden & set(p.relative_to(ROOT).parts)]
+    published = [p for p in paths if p.suffix not in (".safetensors", ".png") and p.name != "test_documents.py"]
+    assert len(published) > 30
+    for path in published:
+        text = path.read_text(encoding="utf-8", errors="ignore")
+        found = re.search(rf"{re.escape(str(ROOT))}\b|/home/\w+/|/Users/\w+/|/root/|/tmp/\w", text)
+        assert not found, f"{path.relative_to(ROOT)} names {found[0]}"
+
+
+def test_the_readmes_commands_exist():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    targets = set(re.search(r"(?m)^COMMANDS := (.+)$", makefile)[1].split())
+    named = set(re.findall(r"`?make ([a-z]+)", text))
+    assert {"lab", "test"} <= named
+    assert named <= targets, f"the README names {named - targets}, which the Makefile lacks"
+    for script in re.findall(r"python3? ((?:tools|benchmarks)/\w+\.py)", text):
+        assert (ROOT / script).exists(), script
+    for module in re.findall(r"python3? -m (benchmarks\.\w+)", text):
+        assert (ROOT / (module.replace(".", "/") + ".py")).exists(), module
+
+
+def test_every_notebook_stands_in_the_readme():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert not [name for name in NOTEBOOKS if name not in text]
+
+
+def test_the_readmes_tables_are_what_notebooks_and_results_give():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert readme.render(text) == text, "run `python tools/readme.py`"
+
+
+def test_every_picture_is_used_and_has_its_script():
+    everything = "\n".join(documents().values())
+    for picture in (ROOT / "images").glob("*.png"):
+        assert picture.name in everything, f"{picture.name} is shown nowhere"
+
+
+def test_direct_dependencies_agree_everywhere():
+    """environment.yml installs requirements.txt; the lock holds every direct dependency; each has its reason."""
+    lines = [x for x in (ROOT / "requirements.txt").read_text().splitlines() if x and not x.startswith("#")]
+    names = [re.match(r"[A-Za-z0-9_.-]+", line)[0].lower() for line in lines]
+    assert all("  # " in line for line in lines), "a dependency stands without its reason"
+    locked = set(re.findall(r"(?m)^([a-z0-9-]+)==", (ROOT / "requirements.lock").read_text()))
+    assert set(names) <= locked
+    assert "requirements.txt" in (ROOT / "environment.yml").read_text()
+    assert "://" not in (ROOT / "requirements.lock").read_text()
+
+
+def test_code_and_notebooks_are_linted_and_formatted():
+    for command in (["check"], ["format", "--check"]):
+        run = subprocess.run(
+            [sys.executable, "-m", "ruff", *command, "--no-cache", "."],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert run.returncode == 0, run.stdout + run.stderr

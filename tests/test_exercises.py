@@ -1,0 +1,73 @@
+"""Exercises come from solutions: nothing drifts, stubs hold no answers, the tool refuses what it cannot turn."""
+
+import nbformat
+import pytest
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
+from notebooks import ROOT
+
+from exercises import content, stale, stub
+
+SOURCE = '''def f(x):
+    """Twice x."""
+    # BEGIN SOLUTION
+    y = x + x
+    return y
+    # END SOLUTION
+
+
+def g(x):
+    # BEGIN SOLUTION
+    return 3 * x
+    # END SOLUTION'''
+
+
+def notebook(*cells):
+    return new_notebook(cells=list(cells))
+
+
+def test_exercises_are_what_their_solutions_give():
+    assert stale() == []
+
+
+def test_blocks_become_stubs_that_run():
+    made = stub(notebook(new_code_cell(SOURCE))).cells[0].source
+    assert "x + x" not in made and "3 * x" not in made and '"""Twice x."""' in made
+    names = {}
+    exec(made, names)
+    for name in "fg":
+        with pytest.raises(NotImplementedError):
+            names[name](1)
+
+
+def test_solution_cells_are_dropped_and_outputs_cleared():
+    answer = new_markdown_cell("The answer is 42.", metadata={"tags": ["solution"]})
+    code = new_code_cell(SOURCE, execution_count=3)
+    made = stub(notebook(answer, code))
+    assert [c.cell_type for c in made.cells] == ["code"]
+    assert made.cells[0].execution_count is None and made.cells[0].id == code.id
+
+
+def test_a_changed_solution_makes_its_exercise_stale():
+    solution = notebook(new_markdown_cell("Think."), new_code_cell(SOURCE))
+    before = content(stub(solution))
+    solution.cells[1].source = SOURCE.replace("3 * x", "4 * x")
+    assert content(stub(solution)) == before, "the answer itself is no part of the exercise"
+    solution.cells[0].source = "Think twice."
+    assert content(stub(solution)) != before
+
+
+def test_a_solution_without_a_block_is_refused():
+    with pytest.raises(ValueError, match="BEGIN SOLUTION"):
+        stub(notebook(new_code_cell("x = 1")))
+
+
+def test_no_exercise_holds_a_solution():
+    for path in (ROOT / "exercises").glob("*.ipynb"):
+        text = "\n".join(cell.source for cell in nbformat.read(path, as_version=4).cells)
+        assert "SOLUTION" not in text and "raise NotImplementedError" in text
+
+
+def test_numbers_and_names_go_together():
+    names = {p.name for p in (ROOT / "solutions").glob("*.ipynb")}
+    assert names == {p.name for p in (ROOT / "exercises").glob("*.ipynb")}
+    assert all(name.startswith("exercise-") for name in names)

@@ -1,0 +1,75 @@
+"""Make exercises/ from solutions/: each solution becomes a stub, is run, and is written under the same name.
+
+Lines between `# BEGIN SOLUTION` and `# END SOLUTION` become a stub; cells tagged `solution` are left out.
+Usage: python tools/exercises.py [--check]   (--check writes nothing and fails where exercises/ is stale)
+"""
+
+import copy
+import re
+import sys
+
+import nbformat
+from notebooks import ROOT, execute, same_outputs, write
+
+BLOCK = re.compile(r"^([ \t]*)# BEGIN SOLUTION[^\n]*\n.*?^[ \t]*# END SOLUTION[^\n]*$", re.M | re.S)
+STUB = r"\1# Your code here.\n\1raise NotImplementedError"
+
+
+def stub(solution: nbformat.NotebookNode) -> nbformat.NotebookNode:
+    """The exercise that belongs to a solution, not run yet. A solution without a marked block is an error."""
+    exercise = copy.deepcopy(solution)
+    exercise.cells = [cell for cell in exercise.cells if "solution" not in cell.metadata.get("tags", [])]
+    blocks = 0
+    for cell in exercise.cells:
+        if cell.cell_type == "code":
+            cell.source, found = BLOCK.subn(STUB, cell.source)
+            blocks += found
+            cell.outputs, cell.execution_count = [], None
+    if not blocks:
+        raise ValueError("The solution has no line '# BEGIN SOLUTION': mark what the learner is to write.")
+    return exercise
+
+
+def content(notebook: nbformat.NotebookNode) -> list[tuple]:
+    """What must agree between an exercise and its solution: ids, kinds, sources and tags of the cells."""
+    return [(c.id, c.cell_type, c.source, tuple(c.metadata.get("tags", []))) for c in notebook.cells]
+
+
+def stale() -> list[str]:
+    """The exercises that are missing, or that differ from what their solution gives, or that have no solution."""
+    solutions = {path.name: path for path in sorted((ROOT / "solutions").glob("*.ipynb"))}
+    exercises = {path.name: path for path in sorted((ROOT / "exercises").glob("*.ipynb"))}
+    wrong = sorted(solutions.keys() ^ exercises.keys())
+    for name in sorted(solutions.keys() & exercises.keys()):
+        wanted = content(stub(nbformat.read(solutions[name], as_version=4)))
+        if content(nbformat.read(exercises[name], as_version=4)) != wanted:
+            wrong.append(name)
+    return wrong
+
+
+def make() -> None:
+    """Generate, run and write every exercise; where only measured values changed, the old output stays."""
+    for path in sorted((ROOT / "solutions").glob("*.ipynb")):
+        target = ROOT / "exercises" / path.name
+        new = execute(stub(nbformat.read(path, as_version=4)), target.parent)
+        if target.exists():
+            old = {cell.id: cell for cell in nbformat.read(target, as_version=4).cells}
+            for cell in new.cells:
+                before = old.get(cell.id)
+                if before and cell.cell_type == "code" and same_outputs(before.outputs, cell.outputs):
+                    cell.outputs = before.outputs
+        print("changed" if write(new, target) else "same   ", target.relative_to(ROOT))
+
+
+def main() -> None:
+    if sys.argv[1:] == ["--check"]:
+        if names := stale():
+            raise SystemExit(f"Stale in exercises/: {', '.join(names)}. Run `make exercises`.")
+    elif sys.argv[1:]:
+        raise SystemExit(f"Unknown arguments {' '.join(sys.argv[1:])!r}: give none, or --check.")
+    else:
+        make()
+
+
+if __name__ == "__main__":
+    main()

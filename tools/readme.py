@@ -1,0 +1,120 @@
+"""Write the README's syllabus and tables of figures from the notebooks and from results/; nothing in them is typed.
+
+Usage: python tools/readme.py [--check]   (--check writes nothing and fails where the README is stale)
+"""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+from notebooks import CLAIM, ROOT, find
+
+README = ROOT / "README.md"
+# Units that are not written yet, in their place of the numbering: folder name -> what it will show.
+PLANNED = {
+    "9.2-parallelism": "data, tensor, pipeline and sequence parallelism by hand, on real processes",
+    "9.3-multi-gpu": "DDP and FSDP, what scaling costs, and what to do when a rank dies",
+    "9.4-compile": "torch.compile: what it does, when it breaks even, graph breaks",
+    "9.5-batch-size-finder": "throughput and batch size, finding it, what it does to learning",
+    "9.6-memory": "where memory goes, gradient accumulation, gradient checkpointing",
+    "9.7-data-pipeline": "workers, pinning, bucketing, offloading the input pipeline",
+    "9.8-fabric": "one vision transformer from plain PyTorch to Fabric, bf16 and FSDP",
+    "9.9-smaller-models": "schedules, selective backprop, quantization, pruning, distillation",
+    "capstone": "all of it together, and on your own model",
+}
+# Reading, thinking and running: words a minute of a technical text, and minutes a code cell.
+_WORDS_A_MINUTE, _MINUTES_A_CELL = 150, 0.7
+
+
+def summary(path: Path) -> dict[str, object]:
+    """Title, first sentence, minutes and claims of a notebook, from what is stored in it."""
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    prose = ["".join(c["source"]) for c in cells if c["cell_type"] == "markdown"]
+    code = [c for c in cells if c["cell_type"] == "code"]
+    title, sentence = re.match(r"# (.+)\n+(?:\*\*)?([^\n]+(?:\n[^\n]+)*)", prose[0]).groups()
+    sentence = re.split(r"(?<=[.?!])\s", " ".join(sentence.split()))[0].rstrip(".")
+    printed = ("".join(o.get("text", "")) for c in code for o in c["outputs"] if o["output_type"] == "stream")
+    words = sum(len(text.split()) for text in prose)
+    minutes = words / _WORDS_A_MINUTE + _MINUTES_A_CELL * len(code)
+    return {
+        "title": title.strip(),
+        "sentence": sentence,
+        "minutes": 5 * max(1, round(minutes / 5)),
+        "claims": sum(len(CLAIM.findall(text)) for text in printed),
+        "path": path.relative_to(ROOT).as_posix(),
+    }
+
+
+def syllabus() -> str:
+    """The table of units, one row a notebook, planned units marked as such, then the exercises."""
+    units: dict[str, list[Path]] = {name: [] for name in PLANNED}
+    for path in find(["code-units"] if (ROOT / "code-units").exists() else []):
+        units.setdefault(path.parent.name, []).append(path)
+    rows = ["| unit | notebook | minutes | claims proven |", "|---|---|---:|---:|"]
+    for unit, paths in sorted(units.items()):
+        if not paths:
+            rows.append(f"| {unit} | *planned*: {PLANNED[unit]} | | |")
+        for path in sorted(paths):
+            found = summary(path)
+            notebook = f"[{found['title']}]({found['path']}): {found['sentence']}"
+            rows.append(f"| {unit} | {notebook} | {found['minutes']} | {found['claims']} |")
+    for path in sorted((ROOT / "exercises").glob("*.ipynb")):
+        found = summary(path)
+        links = f"[{found['title']}]({found['path']}) · [solution](solutions/{path.name})"
+        rows.append(f"| exercise | {links} | {found['minutes']} | |")
+    return "\n".join(rows)
+
+
+def precision() -> str:
+    """The table of step times by precision, from every results file that has them."""
+    sys.path.insert(0, str(ROOT))
+    from benchmarks.results import recorded
+    from speedlab.display import seconds_text
+
+    rows = ["| machine | model, batch | precision | a step | against strict fp32 |", "|---|---|---|---:|---|"]
+    for name, section in recorded("precision").items():
+        stamp = section["stamp"]
+        noisy = ", noisy" if section["noisy"] else ""
+        where = f"[{stamp['machine']}, {stamp['cores']} cores](results/{name}.json), {stamp['date']}{noisy}"
+        for row in section["rows"]:
+            model = f"{row['model']}, {row['batch']}"
+            if "not_run" in row:
+                rows.append(f"| {where} | {model} | {row['dtype']} | not run | {row['not_run']} |")
+            else:
+                time = seconds_text(row["median_s"])
+                rows.append(f"| {where} | {model} | {row['dtype']} | {time} | {row['verdict']} |")
+    return "\n".join(rows)
+
+
+def render(text: str) -> str:
+    """The README with each generated part between its marks made anew."""
+    for name, made in {"syllabus": syllabus(), "precision": precision()}.items():
+        before, begin, rest = text.partition(f"<!-- {name} -->\n")
+        _, end, after = rest.partition(f"<!-- /{name} -->")
+        if not end:
+            raise SystemExit(f"README.md has no marks <!-- {name} --> and <!-- /{name} -->: put them back.")
+        text = before + begin + made + "\n" + end + after
+    return text
+
+
+def update() -> None:
+    """Write the README's generated parts if they changed."""
+    before = README.read_text(encoding="utf-8")
+    after = render(before)
+    if before != after:
+        README.write_text(after, encoding="utf-8", newline="\n")
+        print("changed README.md")
+
+
+def main() -> None:
+    if sys.argv[1:] == ["--check"]:
+        text = README.read_text(encoding="utf-8")
+        if render(text) != text:
+            raise SystemExit("The README's tables are stale: run `python tools/readme.py`.")
+    else:
+        update()
+
+
+if __name__ == "__main__":
+    main()
