@@ -64,8 +64,12 @@ class Ratio:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What `compare` measured: a timing a variant, and its ratio to the baseline, pair by pair."""
+    """What `compare` measured: a timing a variant, and its ratio to the baseline, pair by pair.
 
+    `names` holds all variants in the order they were given, also those in `not_run`, with the reason.
+    """
+
+    names: tuple[str, ...]
     baseline: str
     timings: dict[str, Timing]
     ratios: dict[str, Ratio]
@@ -74,7 +78,7 @@ class Comparison:
 
     def table(self) -> Table:
         rows = []
-        for name in (*self.timings, *self.not_run):
+        for name in self.names:
             if name in self.not_run:
                 rows.append((name, "not run here", "", self.not_run[name]))
                 continue
@@ -107,9 +111,8 @@ def time_step(step: Callable[[], object], seconds: float = 2.0, min_samples: int
 
 
 def compare(
-    variants: dict[str, Callable[[], object]],
+    variants: dict[str, Callable[[], object] | str],
     *,
-    not_run: dict[str, str] | None = None,
     seconds: float = 5.0,
     min_rounds: int = 6,
     max_rounds: int = 200,
@@ -119,9 +122,12 @@ def compare(
 
     A machine's speed drifts; variants that take turns drift together, so a ratio within one round is worth more than
     the ratio of two medians. Each variant is called once to warm up. `seconds` is the budget over all variants; at
-    least `min_rounds` rounds are taken (six pairs are what a 95% interval needs). `not_run` names variants that this
-    machine leaves out, with the reason, so that the table has the same rows everywhere.
+    least `min_rounds` rounds are taken (six pairs are what a 95% interval needs). A sentence in place of a function
+    is the reason why this machine leaves that variant out: the table has the same rows everywhere.
     """
+    names = tuple(variants)
+    not_run = {name: step for name, step in variants.items() if isinstance(step, str)}
+    variants = {name: step for name, step in variants.items() if name not in not_run}
     if not variants:
         raise ValueError("There is nothing to compare: give at least one variant, as {'name': function}.")
     if min_rounds < 1 or seconds <= 0:
@@ -144,7 +150,7 @@ def compare(
     timings = {name: _timing(values) for name, values in samples.items()}
     baseline, *others = variants
     ratios = {name: _ratio([a / b for a, b in zip(samples[baseline], samples[name], strict=True)]) for name in others}
-    return Comparison(baseline, timings, ratios, dict(not_run or {}), unit)
+    return Comparison(names, baseline, timings, ratios, not_run, unit)
 
 
 def _sample(step: Callable[[], object], repeats: int, clock: Callable[[], float]) -> float:

@@ -2,10 +2,12 @@
 
 import nbformat
 import pytest
+import torch
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 from notebooks import ROOT
 
 from exercises import content, stale, stub
+from speedlab.checks import check
 
 SOURCE = '''def f(x):
     """Twice x."""
@@ -71,3 +73,20 @@ def test_numbers_and_names_go_together():
     names = {p.name for p in (ROOT / "solutions").glob("*.ipynb")}
     assert names == {p.name for p in (ROOT / "exercises").glob("*.ipynb")}
     assert all(name.startswith("exercise-") for name in names)
+
+
+def test_only_the_stub_counts_as_not_attempted(capsys):
+    """PyTorch raises NotImplementedError as well, with a message: that is a mistake to be shown."""
+
+    @check("task")
+    def run(answer):
+        answer()
+
+    def stub_left():
+        raise NotImplementedError
+
+    run(stub_left)
+    run(lambda: torch.zeros(2, dtype=torch.float8_e4m3fn) @ torch.zeros(2, dtype=torch.float8_e4m3fn))
+    left, mistaken = capsys.readouterr().out.splitlines()
+    assert left == "task: not attempted yet"
+    assert mistaken.startswith("task: not yet right. Your code raised NotImplementedError") and "Float8" in mistaken

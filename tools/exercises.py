@@ -9,7 +9,7 @@ import re
 import sys
 
 import nbformat
-from notebooks import ROOT, execute, same_outputs, write
+from notebooks import ROOT, execute, keep_outputs, write
 
 BLOCK = re.compile(r"^([ \t]*)# BEGIN SOLUTION[^\n]*\n.*?^[ \t]*# END SOLUTION[^\n]*$", re.M | re.S)
 STUB = r"\1# Your code here.\n\1raise NotImplementedError"
@@ -53,11 +53,7 @@ def make() -> None:
         target = ROOT / "exercises" / path.name
         new = execute(stub(nbformat.read(path, as_version=4)), target.parent)
         if target.exists():
-            old = {cell.id: cell for cell in nbformat.read(target, as_version=4).cells}
-            for cell in new.cells:
-                before = old.get(cell.id)
-                if before and cell.cell_type == "code" and same_outputs(before.outputs, cell.outputs):
-                    cell.outputs = before.outputs
+            keep_outputs(nbformat.read(target, as_version=4), new)
         print("changed" if write(new, target) else "same   ", target.relative_to(ROOT))
 
 

@@ -4,6 +4,7 @@ Two outputs are equal when they differ only in measured values (blanked) or by o
 a decimal number. Integers and words must be the same.
 """
 
+import hashlib
 import json
 import os
 import re
@@ -24,6 +25,8 @@ QUIET = {
     "OMP_WAIT_POLICY": "passive",
 }
 CLAIM = re.compile(r"(?m)^ok: ")
+# In a code cell's metadata: a hash of the code, from the first cell to this one, that made the stored output.
+MADE_BY = "made_by"
 
 _MEASURED_LINE = re.compile(r"(?m)^(\[measured\] [^:\n]*):.*$")
 _MEASURED_TABLE = re.compile(r'(?s)<table class="measured">.*?</table>')
@@ -71,6 +74,18 @@ def same_outputs(old: list, new: list) -> bool:
     return _comparable(old) == _comparable(new)
 
 
+def keep_outputs(old: nbformat.NotebookNode, new: nbformat.NotebookNode) -> int:
+    """Put back each old output that equals the new one and was made by the same code; return how many."""
+    before = {cell.id: cell for cell in old.cells if cell.cell_type == "code"}
+    kept = 0
+    for cell in (c for c in new.cells if c.id in before):
+        known = before[cell.id]
+        if known.metadata.get(MADE_BY) == cell.metadata[MADE_BY] and same_outputs(known.outputs, cell.outputs):
+            cell.outputs = known.outputs
+            kept += 1
+    return kept
+
+
 def _comparable(outputs: list) -> list[dict]:
     return [
         {
@@ -93,7 +108,7 @@ def find(names: list[str] = ()) -> list[Path]:
 
 
 def execute(notebook: nbformat.NotebookNode, folder: Path, timeout: int = 600) -> nbformat.NotebookNode:
-    """Run all cells in a fresh kernel, in `folder`, and normalise what is stored."""
+    """Run all cells in a fresh kernel, in `folder`; normalise what is stored, and note the code that made it."""
     os.environ.update(QUIET)
     NotebookClient(
         notebook,
@@ -103,6 +118,10 @@ def execute(notebook: nbformat.NotebookNode, folder: Path, timeout: int = 600) -
         coalesce_streams=True,
         resources={"metadata": {"path": str(folder)}},
     ).execute()
+    so_far = hashlib.sha256()
+    for cell in (c for c in notebook.cells if c.cell_type == "code"):
+        so_far.update(cell.source.encode())
+        cell.metadata[MADE_BY] = so_far.hexdigest()[:12]
     return normalise(notebook)
 
 

@@ -1,6 +1,8 @@
 """Run notebooks again and store their outputs, keeping an old output where only measured values changed.
 
-A refresh without a change of code is an empty diff. Usage: python tools/refresh.py [--all | notebook or folder ...]
+A refresh without a change of code is an empty diff. From the first code cell that has changed on, outputs are
+stored anew: a measured value below it may be what the old code measured.
+Usage: python tools/refresh.py [--all | notebook or folder ...]
 Without arguments, the notebooks that git sees as changed, and those with a cell that was never run, are refreshed.
 """
 
@@ -12,7 +14,7 @@ from pathlib import Path
 
 import nbformat
 import readme
-from notebooks import ROOT, execute, find, same_outputs, write
+from notebooks import ROOT, execute, find, keep_outputs, write
 from tqdm import tqdm
 
 
@@ -20,12 +22,7 @@ def refresh(path: Path) -> tuple[bool, int]:
     """Re-execute one notebook in place; return whether its file changed, and how many outputs were kept."""
     old = nbformat.read(path, as_version=4)
     new = execute(copy.deepcopy(old), path.parent)
-    kept = 0
-    for before, after in zip(old.cells, new.cells, strict=True):
-        was_run = after.cell_type == "code" and before.execution_count
-        if was_run and same_outputs(before.outputs, after.outputs):
-            after.outputs = before.outputs
-            kept += 1
+    kept = keep_outputs(old, new)
     return write(new, path), kept
 
 
