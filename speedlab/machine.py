@@ -169,14 +169,17 @@ def copy_bandwidth() -> float:
     return 2 * source.nbytes / _best(lambda: target.copy_(source), synchronised_clock(where))
 
 
-def half_products() -> contextlib.AbstractContextManager:
-    """Make 16-bit training affordable on a CPU that has no hardware for it.
+def half_products(where: torch.device | str = "cpu") -> contextlib.AbstractContextManager:
+    """Make 16-bit training affordable on a CPU that has no hardware for it; `where` is the device that trains.
 
     Inside this context, matrix products, convolutions and attention on bf16 or fp16 CPU tensors are computed in fp32
     and rounded once to the 16-bit type, which is what matrix hardware does (exact products, fp32 sums). The numbers,
     the dtypes and what autograd keeps are those of 16-bit training; the time is not, and is never shown as such.
-    Where bf16 and fp16 are fast, the context does nothing.
+    On a GPU, and where bf16 and fp16 are fast, the context does nothing.
     """
+    if torch.device(where).type != "cpu":
+        return contextlib.nullcontext()
+    # on a machine with a GPU, the probe says nothing about the CPU
     if device().type == "cpu" and is_fast("bf16") and is_fast("fp16"):
         return contextlib.nullcontext()
     return _ProductsInFp32()

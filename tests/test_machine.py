@@ -90,6 +90,13 @@ def test_half_products_really_compute_in_fp32(monkeypatch):
     assert product.dtype == torch.bfloat16 and product.item() == 4096.0
 
 
+def test_half_products_do_nothing_on_a_gpu(monkeypatch):
+    """On a machine with a GPU, a timed 16-bit step must not pay for the CPU's emulation."""
+    monkeypatch.setattr(machine, "is_fast", lambda name: False)
+    with machine.half_products("cuda:0") as on_a_gpu, machine.half_products("cpu") as on_the_cpu:
+        assert on_a_gpu is None and on_the_cpu is not None
+
+
 def test_half_products_leave_fp32_alone(monkeypatch):
     monkeypatch.setattr(machine, "is_fast", lambda name: False)
     a = torch.randn(8, 8)
