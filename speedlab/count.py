@@ -128,8 +128,8 @@ def predict_peak_memory(
 
     `build()` returns a model, its optimizer and a function that does one training step; it is called under fake
     tensors, so it must create everything itself and must not look at values (`.item()`, data-dependent branches).
-    Two steps are needed: the optimizer's state exists from the end of the first one on. The figure is what tensors
-    occupy; a GPU's allocator reserves more. Uses torch's FakeTensorMode and MemTracker.
+    Two steps are needed: the optimizer's state exists from the end of the first one on. A step may call the model
+    several times (gradient accumulation). The figure is what tensors occupy; a GPU's allocator reserves more. Uses torch's FakeTensorMode and MemTracker.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.distributed._tools.mem_tracker import MemTracker
@@ -138,10 +138,9 @@ def predict_peak_memory(
         model, optimizer, step = build()
         tracker = MemTracker()
         tracker.track_external(model, optimizer)
-        with tracker:
+        with _before_each_forward(model, tracker.reset_mod_stats), tracker:
             for _ in range(steps):
                 step()
-                tracker.reset_mod_stats()
         peak = tracker.get_tracker_snapshot("peak")
     kinds: dict[str, int] = {}
     for snapshot in peak.values():
@@ -168,6 +167,21 @@ def _module_path(model: nn.Module, path: list[str]) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+@contextlib.contextmanager
+def _before_each_forward(model: nn.Module, action: Callable[[], None]) -> Iterator[None]:
+    """Call `action` before each forward of `model`, ahead of the hooks that are registered later."""
+
+    def act(module: nn.Module, _) -> None:
+        if module is model:
+            action()
+
+    handle = nn.modules.module.register_module_forward_pre_hook(act)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 @contextlib.contextmanager

@@ -145,6 +145,45 @@ def test_predicted_activations_grow_with_the_batch():
     assert (layers - 1) * kept <= large - small <= (layers + 3) * kept
 
 
+def accumulating_step(pieces: int, rows: int = 4096, width: int = 64, run=lambda model, x: model(x)):
+    def build():
+        model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(4)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        parts = [torch.randn(rows, width) for _ in range(pieces)]
+
+        def step():
+            for x in parts:
+                run(model, x).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return model, optimizer, step
+
+    return build
+
+
+@pytest.mark.parametrize("pieces", [2, 5])
+def test_prediction_with_gradient_accumulation_by_formula(pieces):
+    """A later micro-batch meets all four gradients at its peak, a single batch the last layer's alone."""
+    once, often = (count.predict_peak_memory(accumulating_step(n)).total for n in (1, pieces))
+    assert often - once == 3 * 4 * 64**2
+
+
+def test_prediction_of_a_forward_that_backward_repeats():
+    """A model that is checkpointed as a whole keeps as much at its peak as without: all of it is computed again."""
+    plain, repeated = (
+        count.predict_peak_memory(accumulating_step(2, run=run)).total
+        for run in (lambda model, x: model(x), lambda model, x: checkpoint(model, x, use_reentrant=False))
+    )
+    assert repeated == pytest.approx(plain, rel=0.3)
+
+
+def test_prediction_leaves_no_hook_behind():
+    before = len(nn.modules.module._global_forward_pre_hooks)
+    count.predict_peak_memory(accumulating_step(1))
+    assert len(nn.modules.module._global_forward_pre_hooks) == before
+
+
 def test_prediction_allocates_nothing():
     """A model of some 100 GB is predicted on any laptop."""
     peak = count.predict_peak_memory(linear_step(80_000, 4, 1, torch.optim.SGD))
