@@ -129,7 +129,8 @@ def predict_peak_memory(
     `build()` returns a model, its optimizer and a function that does one training step; it is called under fake
     tensors, so it must create everything itself and must not look at values (`.item()`, data-dependent branches).
     Two steps are needed: the optimizer's state exists from the end of the first one on. A step may call the model
-    several times (gradient accumulation). The figure is what tensors occupy; a GPU's allocator reserves more. Uses torch's FakeTensorMode and MemTracker.
+    several times (gradient accumulation). The figure is what tensors occupy; a GPU's allocator reserves more.
+    Uses torch's FakeTensorMode and MemTracker.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.distributed._tools.mem_tracker import MemTracker
