@@ -1,0 +1,191 @@
+"""Run a script on several processes from a notebook or a test, and leave nothing behind.
+
+The processes are started by `python -m torch.distributed.run --standalone`, which gives each its rank and finds a free
+port. Between the caller and them stands a guard, which is this file run as a script: it ends the whole family when the
+pipe from the caller closes, whether the caller ran out of patience, was interrupted, or died.
+"""
+
+import contextlib
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+# All ranks are on this machine: by its own interface they find each other whatever the host's name resolves to.
+_INTERFACE = {"linux": "lo", "darwin": "lo0"}
+
+
+@dataclass(frozen=True)
+class Launched:
+    """What the ranks of one launch printed, by rank, and the seconds it took, the start of Python included."""
+
+    outputs: tuple[str, ...]
+    errors: tuple[str, ...]
+    seconds: float
+
+    def __str__(self) -> str:
+        """Every line that was printed, in the order of the ranks."""
+        return "\n".join(f"[rank {i}] {line}" for i, text in enumerate(self.outputs) for line in text.splitlines())
+
+
+class LaunchError(RuntimeError):
+    """A rank failed, or time ran out. `rank` is the one that failed first (None: time ran out), `launched` the rest."""
+
+    def __init__(self, message: str, rank: int | None, launched: Launched):
+        super().__init__(message)
+        self.rank, self.launched = rank, launched
+
+
+def run(
+    script: str | Path,
+    processes: int,
+    *arguments: object,
+    timeout: float = 120.0,
+    environment: Mapping[str, str] | None = None,
+    options: Sequence[str] = (),
+) -> Launched:
+    """Run `script` on so many processes, as torchrun does, and return what each of them printed.
+
+    The processes see the machine's GPUs where there is one for each of them, and none otherwise: the script takes NCCL
+    if `torch.cuda.is_available()`, else gloo. `environment` is added to theirs; `options` go to torchrun, such as
+    '--max-restarts=1'. After `timeout` seconds, or when you interrupt the call, all of them are ended. Raises
+    LaunchError, the traceback of the rank that failed first on top, and ValueError for a call that cannot be meant.
+    """
+    script = Path(script).resolve()
+    if not script.is_file():
+        raise ValueError(f"There is no script {script.name!r} in {script.parent.name!r}. Give the path of a file.")
+    if processes < 1 or timeout <= 0:
+        raise ValueError(f"processes={processes} and timeout={timeout} must both be positive.")
+    with tempfile.TemporaryDirectory(prefix="speedlab-", ignore_cleanup_errors=True) as folder:
+        command = [
+            *(sys.executable, "-P", __file__, sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *("--local-addr=127.0.0.1", f"--nproc-per-node={processes}", "--redirects=3", f"--log-dir={folder}"),
+            *(*options, str(script), *map(str, arguments)),
+        ]
+        start = time.perf_counter()
+        report = Path(folder, "launcher.txt")
+        with report.open("wb") as sink:
+            code = _guarded(command, {**_environment(processes), **(environment or {})}, sink, start + timeout)
+        seconds = time.perf_counter() - start
+        outputs, errors = (_read(Path(folder), processes, stream, script) for stream in ("stdout", "stderr"))
+        launched = Launched(outputs, errors, seconds)
+        if code == 0:
+            return launched
+        said = report.read_text(encoding="utf-8", errors="replace")
+    if code is None:
+        head = f"{script.name} on {processes} processes had not ended after {timeout:g} s; all of them were stopped."
+        raise LaunchError("\n".join([head, *_accounts(launched)]), None, launched)
+    root = re.search(r"Root Cause.*?rank\s*:\s*(\d+).*?exitcode\s*:\s*(-?\d+)", said, re.S)
+    if root is None:
+        raise LaunchError(f"{script.name} was not started. The launcher says:\n{said.strip()}", None, launched)
+    rank, code = int(root[1]), int(root[2])
+    how = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
+    head = f"Rank {rank} of {processes} {how} in {script.name}, and the others were stopped."
+    raise LaunchError("\n".join([head, *_accounts(launched, first=rank)]), rank, launched)
+
+
+def _environment(processes: int) -> dict[str, str]:
+    import torch
+
+    environment = {
+        "GLOO_SOCKET_IFNAME": _INTERFACE.get(sys.platform, ""),
+        "USE_LIBUV": "0" if sys.platform == "win32" else "",  # torch's Windows builds have no libuv
+        "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // processes)),
+        **os.environ,
+        "PYTHONUNBUFFERED": "1",  # what a rank printed before it was killed is worth reading
+        "PYTHONUTF8": "1",
+    }
+    if torch.cuda.device_count() < processes:
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    return {name: value for name, value in environment.items() if value or name == "CUDA_VISIBLE_DEVICES"}
+
+
+def _guarded(command: list[str], environment: dict[str, str], sink: object, deadline: float) -> int | None:
+    """Run the guard; its exit code is the launcher's, None if time ran out. Leaving, by whatever way, ends them all."""
+    guard = subprocess.Popen(
+        command,
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=sink,
+        stderr=subprocess.STDOUT,
+        # Ctrl-C in a terminal reaches every process of a group: here it is for the caller alone
+        start_new_session=True,
+        creationflags=getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0),
+    )
+    try:
+        # not wait(): on Windows an interrupt would come through only after it
+        while guard.poll() is None and time.perf_counter() < deadline:
+            time.sleep(0.02)
+        return guard.returncode
+    finally:
+        guard.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            guard.wait(10)
+        if guard.returncode is None:
+            _end_family(guard.pid)
+            guard.wait()
+
+
+def _read(folder: Path, processes: int, stream: str, script: Path) -> tuple[str, ...]:
+    """What each rank wrote to a stream, over all its attempts, without the name of the folder that holds the script."""
+    texts = []
+    for rank in range(processes):
+        files = sorted(folder.glob(f"*/attempt_*/{rank}/{stream}.log"))
+        text = "".join(file.read_text(encoding="utf-8", errors="replace") for file in files)
+        texts.append(text.replace(f"{script.parent}{os.sep}", ""))
+    return tuple(texts)
+
+
+def _accounts(launched: Launched, first: int = 0) -> list[str]:
+    """What the ranks have to say, the first one on top: the end of its stderr, then what it printed."""
+    order = sorted(range(len(launched.outputs)), key=lambda rank: (rank != first, rank))
+    return [
+        f"[rank {rank}] {line}"
+        for rank in order
+        for text in (launched.errors[rank], launched.outputs[rank])
+        for line in text.strip().splitlines()[-40:]
+    ]
+
+
+def _end_family(pid: int) -> None:
+    """Kill a process and all its descendants. Each is stopped before its children are listed, so that none is missed."""
+    family, waiting = [], [pid]
+    while waiting:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            member = psutil.Process(waiting.pop())
+            member.suspend()
+            family.append(member)
+            waiting.extend(child.pid for child in member.children())
+    for member in reversed(family):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            member.kill()
+    psutil.wait_procs(family, timeout=10)
+
+
+def _guard(command: list[str]) -> int:
+    """Run the command; when standard input ends, end it and all that it started."""
+    launcher = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+    ending = threading.Lock()
+
+    def watch() -> None:
+        sys.stdin.buffer.read()
+        with ending:
+            _end_family(launcher.pid)
+
+    threading.Thread(target=watch, daemon=True).start()
+    code = launcher.wait()
+    with ending:  # held until the last of the family is gone
+        return code
+
+
+if __name__ == "__main__":
+    # a daemon thread that reads standard input would make an ordinary exit wait for it
+    os._exit(_guard(sys.argv[1:]))

@@ -1,0 +1,155 @@
+"""Launching a script on several processes: what they print, how a failure is told, and that nothing is left behind."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from speedlab import launch
+
+# Each script first leaves its process ids in the folder that is its first argument: its own and its launcher's.
+BEGINNING = """
+import os, sys, time
+from pathlib import Path
+
+rank = int(os.environ["RANK"])
+Path(sys.argv[1], f"started-{rank}").write_text(f"{os.getpid()} {os.getppid()}")
+print("rank", rank, "begins")
+"""
+REPORT = """
+time.sleep(0.3 * (1 - rank))  # the first rank is the last to print
+print(os.environ["MASTER_PORT"], os.environ.get("CUDA_VISIBLE_DEVICES"), sys.argv[2:])
+print("to the other stream", file=sys.stderr)
+"""
+FAIL = """
+if rank == 1:
+    while not Path(sys.argv[1], "started-0").exists():
+        time.sleep(0.01)
+    raise ValueError("planted")
+time.sleep(600)
+"""
+HANG = "time.sleep(600)"
+CALLER = "import sys; from speedlab import launch; launch.run(sys.argv[1], 2, sys.argv[2], timeout=300)"
+
+
+@pytest.fixture
+def script(tmp_path):
+    def write(rest: str) -> Path:
+        path = tmp_path / "a folder" / "task.py"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(BEGINNING + rest, encoding="utf-8")
+        return path
+
+    return write
+
+
+@pytest.fixture
+def temporary(tmp_path, monkeypatch):
+    """An empty folder for temporary files, of this process and of those that it starts."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    monkeypatch.setenv("TMPDIR", str(folder))
+    monkeypatch.setenv("TEMP", str(folder))
+    return folder
+
+
+def started(folder: Path) -> list[int]:
+    """The ids of the processes that reported to `folder`."""
+    return [int(word) for path in folder.glob("started-*") for word in path.read_text().split()]
+
+
+def alive(pids: list[int]) -> list[int]:
+    return [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
+
+
+def wait_for(condition, seconds: float = 60) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return condition()
+
+
+def test_ten_launches_leave_no_process_socket_folder_or_descriptor(script, tmp_path, temporary):
+    task, pids, ports = script(REPORT), [], []
+    descriptors = None
+    for number in range(10):
+        got = launch.run(task, 2, tmp_path, "--number", number)
+        for rank, text in enumerate(got.outputs):
+            begins, report = text.splitlines()
+            assert begins == f"rank {rank} begins"
+            port, gpus, arguments = report.split(" ", 2)
+            assert arguments == f"['--number', '{number}']"
+            assert torch.cuda.device_count() >= 2 or gpus == "", "without a GPU for each, the ranks see none"
+            ports.append(int(port))
+        assert got.errors == ("to the other stream\n",) * 2
+        assert str(got).splitlines()[0] == "[rank 0] rank 0 begins"
+        assert str(got).splitlines()[2] == "[rank 1] rank 1 begins"
+        pids += started(tmp_path)
+        descriptors = descriptors or psutil.Process().num_fds() if os.name == "posix" else None
+    assert len(set(pids)) >= 30, "two ranks and a launcher, each time"
+    assert alive(pids) == []
+    assert psutil.Process().children() == []
+    assert list(temporary.iterdir()) == []
+    assert os.name != "posix" or psutil.Process().num_fds() == descriptors
+    for port in set(ports):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(("127.0.0.1", port))
+
+
+def test_the_failing_rank_speaks_first_and_the_others_are_stopped(script, tmp_path, temporary):
+    with pytest.raises(launch.LaunchError) as caught:
+        launch.run(script(FAIL), 2, tmp_path)
+    lines = str(caught.value).splitlines()
+    assert lines[0] == "Rank 1 of 2 ended with exit code 1 in task.py, and the others were stopped."
+    assert lines[1] == "[rank 1] Traceback (most recent call last):"
+    assert '[rank 1]   File "task.py", line' in lines[2], "no path of this machine"
+    assert lines.index("[rank 1] ValueError: planted") < lines.index("[rank 0] rank 0 begins")
+    assert caught.value.rank == 1 and caught.value.launched.outputs[0] == "rank 0 begins\n"
+    assert len(started(tmp_path)) == 4 and alive(started(tmp_path)) == []
+    assert list(temporary.iterdir()) == []
+
+
+def test_ranks_that_hang_are_ended_when_time_runs_out(script, tmp_path, temporary):
+    for timeout in (5, 10, 20, 40, 80):  # a busy machine may need longer to start them
+        with pytest.raises(launch.LaunchError, match=f"had not ended after {timeout} s") as caught:
+            launch.run(script(HANG), 2, tmp_path, timeout=timeout)
+        assert alive(started(tmp_path)) == [] and list(temporary.iterdir()) == []
+        if len(started(tmp_path)) == 4:
+            break
+    assert caught.value.rank is None and "[rank 1] rank 1 begins" in str(caught.value)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="sends POSIX signals")
+@pytest.mark.parametrize("way", ["SIGINT", "SIGKILL"])
+def test_ranks_do_not_outlive_an_interrupted_or_killed_caller(way, script, tmp_path, temporary):
+    command = [sys.executable, "-c", CALLER, str(script(HANG)), str(tmp_path)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as caller:
+        assert wait_for(lambda: len(started(tmp_path)) == 4), "the ranks did not start"
+        caller.send_signal(getattr(signal, way))
+        said = caller.communicate(timeout=60)[1]
+    assert wait_for(lambda: alive(started(tmp_path)) == [])
+    if way == "SIGINT":
+        assert "KeyboardInterrupt" in said
+        assert list(temporary.iterdir()) == []
+
+
+def test_calls_that_cannot_be_meant_get_a_sentence(script, tmp_path):
+    with pytest.raises(ValueError, match=r"no script 'missing.py'"):
+        launch.run(tmp_path / "missing.py", 2)
+    with pytest.raises(ValueError, match="must both be positive"):
+        launch.run(script(HANG), 0)
+
+
+def test_a_launcher_that_refuses_is_quoted(script, tmp_path):
+    with pytest.raises(launch.LaunchError, match="was not started(.|\n)*no-such-option"):
+        launch.run(script(HANG), 1, options=["--no-such-option"])
