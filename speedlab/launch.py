@@ -1,8 +1,8 @@
 """Run a script on several processes from a notebook or a test, and leave nothing behind.
 
-The processes are started by `python -m torch.distributed.run --standalone`, which gives each its rank and finds a free
-port. Between the caller and them stands a guard, which is this file run as a script: it ends the whole family when the
-pipe from the caller closes, whether the caller ran out of patience, was interrupted, or died.
+The processes are started by `python -m torch.distributed.run --standalone`, which gives each its rank and finds a
+free port. Between the caller and them stands a guard, which is this file run as a script: it ends the whole family
+when the pipe from the caller closes, whether the caller ran out of patience, was interrupted, or died.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ class Launched:
 
 
 class LaunchError(RuntimeError):
-    """A rank failed, or time ran out. `rank` is the one that failed first (None: time ran out), `launched` the rest."""
+    """A rank failed, or time ran out. `rank` is the one that failed first (None: no rank did); see also `launched`."""
 
     def __init__(self, message: str, rank: int | None, launched: Launched):
         super().__init__(message)
@@ -54,9 +54,9 @@ def run(
 ) -> Launched:
     """Run `script` on so many processes, as torchrun does, and return what each of them printed.
 
-    The processes see the machine's GPUs where there is one for each of them, and none otherwise: the script takes NCCL
-    if `torch.cuda.is_available()`, else gloo. `environment` is added to theirs; `options` go to torchrun, such as
-    '--max-restarts=1'. After `timeout` seconds, or when you interrupt the call, all of them are ended. Raises
+    The processes see the machine's GPUs where there is one for each of them, and none otherwise: the script takes
+    NCCL if `torch.cuda.is_available()`, else gloo. `environment` is added to theirs; `options` go to torchrun, such
+    as '--max-restarts=1'. After `timeout` seconds, or when you interrupt the call, all of them are ended. Raises
     LaunchError, the traceback of the rank that failed first on top, and ValueError for a call that cannot be meant.
     """
     script = Path(script).resolve()
@@ -109,7 +109,7 @@ def _environment(processes: int) -> dict[str, str]:
 
 
 def _guarded(command: list[str], environment: dict[str, str], sink: object, deadline: float) -> int | None:
-    """Run the guard; its exit code is the launcher's, None if time ran out. Leaving, by whatever way, ends them all."""
+    """Run the guard and return the launcher's exit code, None if time ran out. Leaving, in any way, ends them all."""
     guard = subprocess.Popen(
         command,
         env=environment,
@@ -135,7 +135,7 @@ def _guarded(command: list[str], environment: dict[str, str], sink: object, dead
 
 
 def _read(folder: Path, processes: int, stream: str, script: Path) -> tuple[str, ...]:
-    """What each rank wrote to a stream, over all its attempts, without the name of the folder that holds the script."""
+    """What each rank wrote to a stream, over all its attempts, without the name of the script's folder."""
     texts = []
     for rank in range(processes):
         files = sorted(folder.glob(f"*/attempt_*/{rank}/{stream}.log"))
@@ -156,7 +156,7 @@ def _accounts(launched: Launched, first: int = 0) -> list[str]:
 
 
 def _end_family(pid: int) -> None:
-    """Kill a process and all its descendants. Each is stopped before its children are listed, so that none is missed."""
+    """Kill a process and its descendants. Each is stopped before its children are listed, so that none is missed."""
     family, waiting = [], [pid]
     while waiting:
         with contextlib.suppress(psutil.NoSuchProcess):

@@ -1,4 +1,4 @@
-"""Launching a script on several processes: what they print, how a failure is told, and that nothing is left behind."""
+"""Launching a script on several processes: their output, how a failure is told, and that nothing stays behind."""
 
 import os
 import signal
@@ -151,5 +151,5 @@ def test_calls_that_cannot_be_meant_get_a_sentence(script, tmp_path):
 
 
 def test_a_launcher_that_refuses_is_quoted(script, tmp_path):
-    with pytest.raises(launch.LaunchError, match="was not started(.|\n)*no-such-option"):
+    with pytest.raises(launch.LaunchError, match=r"was not started(.|\n)*no-such-option"):
         launch.run(script(HANG), 1, options=["--no-such-option"])
