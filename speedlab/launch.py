@@ -37,7 +37,7 @@ class Launched:
 
 
 class LaunchError(RuntimeError):
-    """A rank failed, or time ran out. `rank` is the one that failed first (None: no rank did); see also `launched`."""
+    """A rank failed, or time ran out. `rank` is the one that failed first (None: no rank); see also `launched`."""
 
     def __init__(self, message: str, rank: int | None, launched: Launched):
         super().__init__(message)
