@@ -147,6 +147,7 @@ def compare(
             for name, step in variants.items():
                 samples[name].append(_sample(step, repeats[name], clock))
             bar.update()
+        bar.total = bar.n  # in a notebook, a bar that ends early stays, in red
     timings = {name: _timing(values) for name, values in samples.items()}
     baseline, *others = variants
     ratios = {name: _ratio([a / b for a, b in zip(samples[baseline], samples[name], strict=True)]) for name in others}

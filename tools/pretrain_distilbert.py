@@ -175,8 +175,12 @@ def save(model: DistilBertForMaskedLM, tokenizer: DistilBertTokenizer, out: Path
     shutil.rmtree(part, ignore_errors=True)
     model.save_pretrained(part)
     tokenizer.save_pretrained(part)
-    shutil.rmtree(out, ignore_errors=True)
+    old = out.with_name(f"{out.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if out.exists():
+        out.rename(old)
     part.rename(out)
+    shutil.rmtree(old, ignore_errors=True)
     for path in sorted(out.iterdir()):
         path.chmod(0o644)  # safetensors writes for its owner alone, and a container may read as someone else
         print(f"wrote {path.name}: {path.stat().st_size / 1e6:.2f} MB")
