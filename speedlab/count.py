@@ -102,7 +102,10 @@ class StateBytes:
 
 
 def state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> StateBytes:
-    """Bytes of parameters, gradients, optimizer state and buffers, as they are now (after a step, all are there)."""
+    """Bytes of parameters, gradients, optimizer state and buffers, as they are now (after a step, all are there).
+
+    Of what is sharded over processes (FSDP, DTensor), this process's part is counted.
+    """
     parameters = list(model.parameters())
     state = [] if optimizer is None else [t for s in optimizer.state.values() for t in s.values()]
     return StateBytes(
@@ -152,7 +155,9 @@ def predict_peak_memory(
 
 
 def _storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    return sum({s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in tensors)}.values())
+    # of a tensor that is spread over processes (DTensor), only this process's part is here
+    local = (t.to_local() if hasattr(t, "to_local") else t for t in tensors)
+    return sum({s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in local)}.values())
 
 
 @contextlib.contextmanager

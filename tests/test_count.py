@@ -209,3 +209,18 @@ def test_predicting_a_vision_transformer_restores_initialisation():
     weight = torch.zeros(50, 50)
     nn.init.trunc_normal_(weight)
     assert weight.std() > 0.5
+
+
+def test_state_bytes_of_a_sharded_model_are_the_part_of_this_process():
+    from torch import distributed
+    from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    distributed.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    try:
+        model = nn.Linear(8, 100, bias=False)
+        mesh = init_device_mesh("cpu", (4,))
+        model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh, [Shard(0)]))
+        assert count.state_bytes(model).parameters == 4 * 8 * 100 / 4
+    finally:
+        distributed.destroy_process_group()
