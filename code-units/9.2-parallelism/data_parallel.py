@@ -1,0 +1,73 @@
+"""One training run shared by all ranks: the weights are broadcast, the batch is split, the gradients are averaged."""
+
+import json
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+dist.init_process_group("gloo")
+rank, world_size = dist.get_rank(), dist.get_world_size()
+right, left = (rank + 1) % world_size, (rank - 1) % world_size
+sent_bytes = 0
+
+
+def send(tensor, to):
+    global sent_bytes
+    sent_bytes += tensor.nbytes
+    return dist.isend(tensor, to)  # does not wait: everybody may send first and receive afterwards
+
+
+def receive_like(tensor, source):
+    buffer = torch.empty_like(tensor)
+    dist.recv(buffer, source)
+    return buffer
+
+
+def broadcast(tensor):
+    """Hand rank 0's numbers from neighbour to neighbour until everybody has them."""
+    if rank > 0:
+        tensor.copy_(receive_like(tensor, left))
+    if rank < world_size - 1:
+        send(tensor, right).wait()
+
+
+def ring_all_reduce(tensor):
+    """Sum `tensor` over all ranks, in place. Each chunk goes round the ring twice: to be summed, to be shared."""
+    chunks = list(tensor.view(-1).tensor_split(world_size))
+    for step in range(2 * (world_size - 1)):
+        leaving = chunks[(rank - step) % world_size]
+        arriving = chunks[(rank - step - 1) % world_size]
+        request = send(leaving.clone(), right)
+        received = receive_like(arriving, left)
+        if step < world_size - 1:
+            arriving.add_(received)  # reduce-scatter: sums grow on their way
+        else:
+            arriving.copy_(received)  # all-gather: finished sums are handed on
+        request.wait()
+
+
+torch.manual_seed(rank)  # on purpose a different model on every rank
+model = nn.Sequential(nn.Linear(11, 39), nn.GELU(), nn.Linear(39, 6))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for parameter in model.parameters():
+    broadcast(parameter.data)
+
+generator = torch.Generator().manual_seed(7)
+inputs, targets = torch.randn(24, 11, generator=generator), torch.randn(24, 6, generator=generator)
+shard = slice(rank * 24 // world_size, (rank + 1) * 24 // world_size)
+sent_bytes = 0
+for _ in range(5):
+    optimizer.zero_grad()
+    loss = F.mse_loss(model(inputs[shard]), targets[shard])
+    loss.backward()
+    gradient = torch.cat([p.grad.view(-1) for p in model.parameters()])
+    ring_all_reduce(gradient)
+    gradient /= world_size  # the mean over ranks
+    nn.utils.vector_to_parameters(gradient, [p.grad for p in model.parameters()])
+    optimizer.step()
+
+weights = nn.utils.parameters_to_vector(model.parameters()).tolist()
+print(json.dumps({"weights": weights, "sent_bytes": sent_bytes, "gradient_bytes": gradient.nbytes, "steps": 5}))
+dist.destroy_process_group()
