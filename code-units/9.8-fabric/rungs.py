@@ -112,8 +112,9 @@ class Difference:
             f"{html.escape(line[2:])}</code></td></tr>"
             for line in self.lines
         )
-        head = f"<caption>{self.before} → {self.after}</caption>"
-        return f"<table>{head}<thead><tr><th>±</th><th style='text-align:left'>line</th></tr></thead><tbody>{rows}</tbody></table>"
+        caption = f"<caption>{self.before} → {self.after}</caption>"
+        head = "<thead><tr><th>±</th><th style='text-align:left'>line</th></tr></thead>"
+        return f"<table>{caption}{head}<tbody>{rows}</tbody></table>"
 
 
 def difference(before: str, after: str) -> Difference:
