@@ -111,7 +111,10 @@ def test_a_comparison_is_shown_with_its_verdict(monkeypatch):
     monkeypatch.setattr(plots, "show", lambda figure, alt: shown.append(alt))
     timing = Timing(0.2, 0.19, 0.21, (0.2,))
     plots.comparison(
-        Comparison("fp32", {"fp32": timing, "bf16": timing}, {"bf16": Ratio(1, 0.9, 1.1, 0.97)}, {}), "Step"
+        Comparison(
+            ("fp32", "bf16"), "fp32", {"fp32": timing, "bf16": timing}, {"bf16": Ratio(1, 0.9, 1.1, 0.97)}, {}
+        ),
+        "Step",
     )
     assert "fp32: 200 ms (190 ms to 210 ms)" in shown[0]
 
