@@ -2,7 +2,7 @@
 # Another Python: make lab PYTHON=python3.12. Further arguments: make test ARGS="tests -q".
 
 PYTHON ?= python3
-COMMANDS := help lab test refresh exercises checkpoints lint clean
+COMMANDS := help lab test refresh exercises bench checkpoints lint clean
 
 .PHONY: $(COMMANDS)
 .DEFAULT_GOAL := help

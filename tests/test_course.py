@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 ROOT = Path(__file__).parents[1]
-NAMES = ["lab", "test", "refresh", "exercises", "checkpoints", "lint", "clean"]
+NAMES = ["lab", "test", "refresh", "exercises", "bench", "checkpoints", "lint", "clean"]
 
 # Runs a command of a copied course.py with this interpreter in place of .venv's, so that nothing is installed.
 DRIVER = """

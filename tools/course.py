@@ -43,6 +43,7 @@ make lab          set up .venv, then open the course in JupyterLab
 make test         set up .venv, then run every test and notebook (pytest --nbval)
 make refresh      run changed notebooks again, or those named in ARGS="...", and store their outputs
 make exercises    generate the exercises from the solutions
+make bench        climb the ladders on this machine (up to 15 minutes each) and store what they measured
 make checkpoints  train the small shipped checkpoints again
 make lint         check the style of code and notebooks
 make clean        remove .venv, caches and build leftovers
@@ -443,6 +444,11 @@ def checkpoints(arguments):
     return status or run([os.path.join("tools", "pretrain_distilbert.py")] + arguments, 90)
 
 
+def bench(arguments):
+    set_up()
+    return run(["-m", "benchmarks.ladder"] + arguments, 90)
+
+
 def lint(arguments):
     set_up()
     checked = run(["-m", "ruff", "check", "."] + arguments, 10)
@@ -612,6 +618,7 @@ COMMANDS = {
     "test": test,
     "refresh": refresh,
     "exercises": exercises,
+    "bench": bench,
     "checkpoints": checkpoints,
     "lint": lint,
     "clean": clean,

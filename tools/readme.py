@@ -23,6 +23,7 @@ PLANNED = {
     "9.9-smaller-models": "schedules, selective backprop, quantization, pruning, distillation",
     "capstone": "all of it together, and on your own model",
 }
+LADDERS = ("vit", "distilbert", "to-accuracy")
 # Reading, thinking and running: words a minute of a technical text, and minutes a code cell.
 _WORDS_A_MINUTE, _MINUTES_A_CELL = 150, 0.7
 
@@ -87,9 +88,46 @@ def precision() -> str:
     return "\n".join(rows)
 
 
+def ladder(name: str) -> str:
+    """The table of one ladder, a row a rung, from every results file that has it; empty where none has."""
+    sys.path.insert(0, str(ROOT))
+    from benchmarks.results import recorded
+
+    head = (
+        "| machine | rung | a second | against strict fp32 | against TF32 | peak memory, predicted / measured "
+        "| MFU, data sheet / measured product | still trains |"
+    )
+    rows = [head, "|---|---|---:|---:|---:|---:|---:|---|"]
+    for file, section in recorded(f"ladder-{name}").items():
+        stamp = section["stamp"]
+        noisy = ", noisy" if section["noisy"] else ""
+        where = f"[{stamp['machine']}, {stamp['cores']} cores](results/{file}.json), {stamp['date']}{noisy}"
+        rows += [f"| {where} | {_rung(row)} |" for row in section["rows"]]
+    return "\n".join(rows) if len(rows) > 2 else ""
+
+
+def _rung(row: dict) -> str:
+    name = row["rung"] + (" (another task)" if row["apart"] else "")
+    if "skipped" in row:
+        return f"{name} | not run | {row['skipped']} | | | | "
+    memory = " / ".join(f"{m / 1e9:.1f} GB" for m in (row["memory_predicted"], row["memory_measured"]) if m)
+    used = " / ".join(f"{m:.0%}" for m in (row["mfu_specified"], row["mfu_product"]) if m is not None)
+    tf32 = f"{row['speedup_tf32']:.2f}x" if row["speedup_tf32"] else ""
+    against = f"{row['speedup']:.2f}x ({row['speedup_low']:.2f} to {row['speedup_high']:.2f})"
+    if "steps" in row:
+        proof = f"{row['target']:.0%} in {row['seconds_to_target']:.3g} s"
+    else:
+        proof = f"loss {row['loss']:.2f}, the start's {row['loss_start']:.2f}" + ("" if row["trains"] else ": no")
+    return f"{name} | {row['rate']:.3g} {row['unit']} | {against} | {tf32} | {memory} | {used} | {proof}"
+
+
 def render(text: str) -> str:
-    """The README with each generated part between its marks made anew."""
-    for name, made in {"syllabus": syllabus(), "precision": precision()}.items():
+    """The README with each generated part between its marks made anew; a ladder without results needs no marks."""
+    ladders = {f"ladder-{name}": ladder(name) for name in LADDERS}
+    parts = {"syllabus": syllabus(), "precision": precision()} | {
+        name: made for name, made in ladders.items() if made
+    }
+    for name, made in parts.items():
         before, begin, rest = text.partition(f"<!-- {name} -->\n")
         _, end, after = rest.partition(f"<!-- /{name} -->")
         if not end:

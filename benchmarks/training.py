@@ -1,0 +1,235 @@
+"""One training run of a ladder: what a rung may change, and a step whose parts can be told apart.
+
+A ladder is a list of rungs, each changing one setting of the rung before. Everything a rung can change stands in
+`Settings`; `Training` is the loop that obeys them. Nothing here reads a clock.
+"""
+
+import contextlib
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from speedlab import count, machine
+
+Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """All that a rung can change. The defaults are the naive start: strict fp32, Adam, a metric read every batch."""
+
+    batch: int
+    tf32: bool = False
+    host_metric: bool = True
+    fused: bool = False
+    channels_last: bool = False
+    autocast: bool = False
+    plain_attention: bool = False
+    resident: bool = False
+    compiled: bool = False
+    master: bool = False
+    padding: str = "longest"
+    size: int = 224
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One change: its name, what it does in a sentence, the settings it sets, and what the machine must have.
+
+    `needs` holds 'cuda', 'cpu', 'bf16' or 'compiler'. A rung that stands `apart` changes the task itself, so that its
+    speed-up is not the same work done faster.
+    """
+
+    name: str
+    why: str
+    changes: dict = field(default_factory=dict)
+    needs: tuple[str, ...] = ()
+    apart: bool = False
+
+
+class MasterAdam(torch.optim.Adam):
+    """Adam for bf16 weights: it keeps an fp32 master of each, updates that, and rounds it into the weight.
+
+    bf16 has 8 bits of mantissa: an update smaller than 1/256 of a weight would be lost without the master.
+    """
+
+    def __init__(self, weights: list[nn.Parameter], **options):
+        self.weights = weights
+        super().__init__([w.detach().float().requires_grad_() for w in weights], **options)
+        self.masters = self.param_groups[0]["params"]
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for master, weight in zip(self.masters, self.weights, strict=True):
+            master.grad = weight.grad.float()
+        super().step()
+        torch._foreach_copy_(self.weights, self.masters)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        for weight in self.weights:
+            weight.grad = None
+
+
+def _no_mark(phase: str) -> None:
+    """Called after each part of a step; a measurement of the parts puts a clock here."""
+
+
+class Training:
+    """A model, its optimizer and its endless batches, and one step of them under the settings.
+
+    `model` returns logits (B, K) for a batch's inputs. `regional` names the
+    submodules to compile one by one; without it the model is compiled as a whole.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        device: torch.device,
+        model: nn.Module,
+        batches: Iterator[Batch],
+        *,
+        lr: float,
+        regional: list[nn.Module] | None = None,
+        dynamic: bool | None = None,
+    ):
+        self.settings, self.device, self.batches = settings, device, batches
+        # under fake tensors a module cannot be converted: it is made on the device and in the dtype that it needs
+        first = next(model.parameters())
+        if first.device != device:
+            model = model.to(device)
+        if settings.master and first.dtype != torch.bfloat16:
+            model = model.bfloat16()
+        if settings.channels_last:
+            model = model.to(memory_format=torch.channels_last)
+        self.model = model.train()
+        kind = MasterAdam if settings.master else torch.optim.Adam
+        self.optimizer = kind(list(model.parameters()), lr=lr, fused=settings.fused or None)
+        self.seen, self.correct = 0, torch.zeros((), device=device)
+        self.forward: Callable[..., torch.Tensor] = model
+        if settings.compiled and regional:
+            for part in regional:
+                part.compile(dynamic=dynamic)
+        elif settings.compiled:
+            self.forward = torch.compile(model, dynamic=dynamic)
+
+    @contextlib.contextmanager
+    def numerics(self) -> Iterator[None]:
+        """The global switches of these settings, put back afterwards: TF32, and how attention is computed."""
+        before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+        torch.set_float32_matmul_precision("high" if self.settings.tf32 else "highest")
+        torch.backends.cudnn.allow_tf32 = self.settings.tf32
+        torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(self.settings.plain_attention)
+        plain = sdpa_kernel(SDPBackend.MATH) if self.settings.plain_attention else contextlib.nullcontext()
+        try:
+            with plain:
+                yield
+        finally:
+            torch.set_float32_matmul_precision(before[0])
+            torch.backends.cudnn.allow_tf32 = before[1]
+            torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(False)
+
+    def loss(self, forward: Callable[..., torch.Tensor], batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """The mean loss, computed in fp32, and the logits of a batch."""
+        inputs, labels = batch
+        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.settings.autocast):
+            logits = forward(**inputs)
+        return nn.functional.cross_entropy(logits.float(), labels), logits
+
+    def step(self, batch: Batch | None = None, mark: Callable[[str], None] = _no_mark) -> int:
+        """One optimizer step on `batch`, or the next of its own; returns the samples or tokens that it computed."""
+        batch = next(self.batches) if batch is None else batch
+        mark("data")
+        loss, logits = self.loss(self.forward, batch)
+        loss.backward()
+        mark("forward+backward")
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        mark("optimizer")
+        right = (logits.detach().argmax(1) == batch[1]).sum()
+        # a loop that reads its metric every batch waits for the device every batch
+        self.correct += right.item() if self.settings.host_metric else right
+        self.seen += loss.item() > 0 if self.settings.host_metric else 1
+        mark("host")
+        return computed(batch)
+
+    def evaluate(self, batch: Batch) -> float:
+        """The loss on `batch` without dropout and without the compiled form, under the rung's precision."""
+        self.model.eval()
+        with torch.no_grad(), self.numerics(), torch.compiler.set_stance("force_eager"):
+            loss = self.loss(self.model, batch)[0].item()
+        self.model.train()
+        return loss
+
+
+def computed(batch: Batch) -> int:
+    """What a batch makes the device compute: its tokens, padding included, where it has tokens, else its samples."""
+    inputs, labels = batch
+    return inputs["input_ids"].numel() if "input_ids" in inputs else len(labels)
+
+
+def repeated(batch: Batch, times: int) -> Batch:
+    """The batch `times` times over: its mean loss, and so its gradient, are those of the batch itself."""
+    inputs, labels = batch
+    return {k: v.repeat(times, *[1] * (v.dim() - 1)) for k, v in inputs.items()}, labels.repeat(times)
+
+
+def climb(start: Settings, rungs: tuple[Rung, ...], lacking: Callable[[Rung], str]) -> Iterator[tuple]:
+    """(rung, settings) of a ladder, cumulative: a rung that this machine lacks something for changes nothing.
+
+    `lacking(rung)` is the reason to leave the rung out, or nothing. A rung apart is not built upon.
+    """
+    settings = start
+    for rung in rungs:
+        tried = replace(settings, **rung.changes)
+        yield rung, tried
+        if not rung.apart and not lacking(rung):
+            settings = tried
+
+
+@functools.cache
+def compiler(device: str) -> str:
+    """Why torch.compile does not work here, or nothing where it does; tried on a function of one line."""
+    try:
+        torch.compile(lambda x: x * 2 + 1)(torch.ones(8, device=device))
+    except Exception as error:  # whatever a missing compiler, linker or header makes of it
+        return f"torch.compile does not work here ({str(error).strip().splitlines()[0][:120]})"
+    return ""
+
+
+def lacking(rung: Rung, device: torch.device) -> str:
+    """The sentence that says why this machine leaves `rung` out, or nothing."""
+    if "cuda" in rung.needs and device.type != "cuda":
+        return "TF32 is a format of CUDA GPUs" if "tf32" in rung.changes else "this helps CUDA GPUs only"
+    if "cpu" in rung.needs and device.type != "cpu":
+        return "a GPU's fused attention is fast in bf16 as it is"
+    if "bf16" in rung.needs and not machine.is_fast("bf16"):
+        return "bf16 has no fast hardware here: a step in it would take many times as long"
+    return compiler(device.type) if "compiler" in rung.needs else ""
+
+
+def endless(epoch: Callable[[], Iterator[Batch]]) -> Iterator[Batch]:
+    """The batches of one epoch after another."""
+    return itertools.chain.from_iterable(epoch() for _ in itertools.count())
+
+
+def step_flops(build: Callable[[torch.device], Training], blank: Callable[..., Batch], width: int = 0) -> int:
+    """Operations of one forward and backward pass over one sample, counted on fake tensors: nothing is computed."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    cpu = torch.device("cpu")
+    with FakeTensorMode(allow_non_fake_inputs=True), count._without_initialisation():
+        run = build(cpu)
+        batch = blank(run.settings, cpu, 1, width)
+        with run.numerics():
+            return count.flops(lambda: run.loss(run.model, batch)[0].backward())
+
+
+def counted(settings: Settings) -> Settings:
+    """The settings for counting operations: fp32 and eager, with attention as products, which the counter knows."""
+    return Settings(1, plain_attention=True, host_metric=False, size=settings.size)
