@@ -70,7 +70,7 @@ class Ladder:
             self._start_seconds = self.warm_up(self._start)
         held = self.reset_memory()
         run = self.build(settings)
-        before, loss = self.prove(settings, run)
+        before, loss, first = self.prove(settings, run)
         seconds = self.warm_up(run)
         if not start_row:
             self._start, self._start_seconds = run, seconds
@@ -82,6 +82,7 @@ class Ladder:
             "memory_predicted": predicted,
             "memory_measured": memory,
             "memory_note": "" if memory else NO_CPU_PEAK,
+            "compile_s": max(0.0, first - seconds) if settings.compiled else 0.0,
             "split": self.split(run),
             "loss_before": before,
             "loss": loss,
@@ -118,8 +119,8 @@ class Ladder:
             return ""
         return f"it needs about {predicted * 1.2 / 1e9:.1f} GB, and {free / 1e9:.1f} GB is free"
 
-    def prove(self, settings: Settings, run: Training) -> tuple[float, float]:
-        """The loss on a fixed batch before and after a few steps on it.
+    def prove(self, settings: Settings, run: Training) -> tuple[float, float, float]:
+        """The loss on a fixed batch before and after a few steps on it, and the seconds of the first of them.
 
         A larger batch holds the same samples several times over, so that its gradient is the same; the loss is read
         without dropout. Whether a larger batch learns as well from new samples is what the ladder to-accuracy asks.
@@ -129,14 +130,17 @@ class Ladder:
         whole = repeated(batch, settings.batch // self.settings.batch)
         before = run.evaluate(batch)
         with run.numerics():
-            for _ in range(self.session.proof_steps):
+            begin = self.clock()
+            run.step(whole)
+            first = self.clock() - begin
+            for _ in range(self.session.proof_steps - 1):
                 run.step(whole)
-        return before, run.evaluate(batch)
+        return before, run.evaluate(batch), first
 
     def warm_up(self, run: Training) -> float:
         """Seconds of a step, after enough steps that the last one is warm."""
         with run.numerics():
-            for _ in range(3 if self.session.device.type == "cuda" else 1):
+            for _ in range(3 if self.session.device.type == "cuda" or run.settings.compiled else 1):
                 begin = self.clock()
                 run.step()
         return self.clock() - begin

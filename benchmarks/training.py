@@ -205,7 +205,11 @@ def compiler(device: str) -> str:
 def lacking(rung: Rung, device: torch.device) -> str:
     """The sentence that says why this machine leaves `rung` out, or nothing."""
     if "cuda" in rung.needs and device.type != "cuda":
-        return "TF32 is a format of CUDA GPUs" if "tf32" in rung.changes else "this helps CUDA GPUs only"
+        return (
+            "TF32 is a format of CUDA GPUs"
+            if "tf32" in rung.changes
+            else "on a CPU this network gains nothing from it"
+        )
     if "cpu" in rung.needs and device.type != "cpu":
         return "a GPU's fused attention is fast in bf16 as it is"
     if "bf16" in rung.needs and not machine.is_fast("bf16"):

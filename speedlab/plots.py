@@ -103,6 +103,22 @@ def comparison(result: Comparison, title: str) -> None:
     show(shown, f"Bar chart of median times. {title}. {medians}.")
 
 
+def ladder(rows: Sequence[Mapping], title: str) -> None:
+    """Show the rows of a ladder, as results/ holds them, as bars of speed-ups; rungs that were not run have none."""
+    named = {row["rung"] + ("\n(another task)" if row["apart"] else ""): row for row in rows if "skipped" not in row}
+    shown, ax = figure(height=0.9 + 0.42 * len(named))
+    bars(
+        ax,
+        {name: row["speedup"] for name, row in named.items()},
+        spread={name: (row["speedup_low"], row["speedup_high"]) for name, row in named.items()},
+        title=title,
+        label="times as fast as the strict-fp32 start, median and middle half (longer is better)",
+        form="{:.2f}x",
+    )
+    said = "; ".join(f"{name}: {row['speedup']:.2f}x".replace("\n", " ") for name, row in named.items())
+    show(shown, f"Bar chart of speed-ups against strict fp32. {title}. {said}.")
+
+
 def curves(
     ax: Axes,
     lines: Mapping[str, tuple[Sequence[float], Sequence[float]]],

@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")
 PREDICT = racing.Ladder.predict
 WHOLE = {
+    "compile_s",
     "rung", "why", "apart", "scale", "settings", "other_cores", "spent_s", "unit", "rate", "real_share", "speedup",
     "speedup_low", "speedup_high", "speedup_tf32", "rounds", "flops", "flops_computed", "mfu_specified",
     "mfu_product", "memory_predicted", "memory_measured", "memory_note", "split", "trains",
@@ -176,7 +177,7 @@ def test_a_run_beside_other_work_is_marked_noisy(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("needs", "sentence"), [("bf16", "no fast hardware"), ("compiler", "no g++ here"), ("cuda", "GPU")]
+    ("needs", "sentence"), [("bf16", "no fast hardware"), ("compiler", "no g++ here"), ("cuda", "gains nothing")]
 )
 def test_what_is_lacking_is_said(needs, sentence, monkeypatch):
     def broken(function):
@@ -295,6 +296,15 @@ def test_time_to_the_target_is_steps_times_seconds():
     assert rungs_accuracy.to_target([100, 300], [50, 100], pairs) == [6.0, 9.0]
 
 
+def test_pooling_before_the_relu_is_the_same_function():
+    outputs = []
+    for pool_first in (False, True):
+        torch.manual_seed(0)
+        network = rungs_accuracy.Network(4, pool_first)
+        outputs.append(network(torch.randn(3, 3, 32, 32, generator=torch.Generator().manual_seed(1))))
+    torch.testing.assert_close(outputs[0], outputs[1], rtol=0, atol=0)
+
+
 def test_only_a_change_of_learning_is_trained_again(tmp_path, monkeypatch):
     asked, real = [], rungs_accuracy.steps_to_target
     counted = lambda recipe, *rest: asked.append(recipe) or real(recipe, *rest)  # noqa: E731
@@ -352,3 +362,17 @@ def test_every_ladder_of_this_machine_has_a_table_that_says_what_the_file_says(t
     assert len(lines) == 3 and "not run" in lines[1] and found["TF32"]["skipped"] in lines[1]
     assert f"{found['no host syncs']['speedup']:.2f}x" in lines[2]
     assert "a-machine" not in readme.ladder("distilbert")
+
+
+def test_the_bar_chart_shows_the_measured_rungs_and_says_their_speed_ups(monkeypatch):
+    from speedlab import plots
+
+    shown = []
+    monkeypatch.setattr(plots, "show", lambda figure, alt: shown.append((figure, alt)))
+    measured = {"apart": False, "speedup": 2.5, "speedup_low": 2.25, "speedup_high": 2.75}
+    skipped = {"rung": "TF32", "apart": False, "skipped": "no GPU"}
+    plots.ladder([{"rung": "a", **measured}, skipped, {"rung": "b", **measured, "apart": True}], "A ladder")
+    (figure, alt), *others = shown
+    names = [label.get_text() for label in figure.axes[0].get_yticklabels()]
+    assert names == ["a", "b\n(another task)"] and not others
+    assert "a: 2.50x; b (another task): 2.50x" in alt and "TF32" not in alt
