@@ -1,4 +1,4 @@
-"""A model cut into stages by depth, one a rank: GPipe and 1F1B train it as one process does; then stages that sleep."""
+"""A model cut into stages, one a rank: GPipe and 1F1B train it as one process does; then stages that sleep."""
 
 import json
 import sys
