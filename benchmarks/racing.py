@@ -2,6 +2,7 @@
 
 import gc
 import math
+import re
 import statistics
 import warnings
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from benchmarks.training import Rung, Settings, Training, repeated
 from speedlab import count, machine
 
 # Dense bf16 peaks by the vendors' data sheets, in FLOP/s, found by the device's name.
-SPECIFIED = {"H200": 989.4e12, "H100": 989.4e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12, "A10G": 70e12}
+SPECIFIED = {"H200": 989.4e12, "H100": 989.4e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12}
 # A rung still trains if its loss after the proof's steps is within this of the start's.
 MARGIN = 0.15
 NO_CPU_PEAK = "a CPU process has one resident peak for all that it holds"
@@ -42,7 +43,7 @@ class Session:
         if self.device.type != "cuda":
             return None
         name = torch.cuda.get_device_name(self.device)
-        return next((peak for key, peak in SPECIFIED.items() if key in name.split() or f"-{key}" in name), None)
+        return next((peak for key, peak in SPECIFIED.items() if re.search(rf"\b{key}\b", name)), None)
 
 
 class Ladder:

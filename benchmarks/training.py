@@ -110,7 +110,7 @@ class Training:
         self.model = model.train()
         kind = MasterAdam if settings.master else torch.optim.Adam
         self.optimizer = kind(list(model.parameters()), lr=lr, fused=settings.fused or None)
-        self.seen, self.correct = 0, torch.zeros((), device=device)
+        self.shown, self.correct = (0.0, 0.0), torch.zeros((), device=device)
         self.forward: Callable[..., torch.Tensor] = model
         if settings.compiled and regional:
             for part in regional:
@@ -152,9 +152,10 @@ class Training:
         self.optimizer.zero_grad()
         mark("optimizer")
         right = (logits.detach().argmax(1) == batch[1]).sum()
-        # a loop that reads its metric every batch waits for the device every batch
-        self.correct += right.item() if self.settings.host_metric else right
-        self.seen += loss.item() > 0 if self.settings.host_metric else 1
+        if self.settings.host_metric:
+            self.shown = loss.item(), right.item()  # each reading waits for the device
+        else:
+            self.correct += right
         mark("host")
         return computed(batch)
 

@@ -291,6 +291,16 @@ def test_vit_operations_are_those_of_the_published_model():
     assert rungs_vit.flops(rungs_vit.start(CPU, "quick"), "quick")[0] == pytest.approx(3 * 2 * 17.56e9, rel=0.01)
 
 
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [("NVIDIA H200", 989.4e12), ("NVIDIA A100-SXM4-80GB", 312e12), ("NVIDIA L4", 121e12), ("NVIDIA L40", None)],
+)
+def test_the_specified_peak_is_found_by_name_and_none_is_guessed(name, peak, monkeypatch):
+    monkeypatch.setattr(racing.torch.cuda, "get_device_name", lambda device: name)
+    assert racing.Session(torch.device("cuda"), "quick", 1.0, 1.0).specified_flops() == peak
+    assert racing.Session(CPU, "quick", 1.0, 1.0).specified_flops() is None
+
+
 def test_time_to_the_target_is_steps_times_seconds():
     pairs = [(10.0, 20.0), (10.0, 40.0), (10.0, 30.0)]
     assert rungs_accuracy.to_target([100, 300], [50, 100], pairs) == [6.0, 9.0]
