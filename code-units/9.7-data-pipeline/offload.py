@@ -1,0 +1,168 @@
+"""An offload processor in some forty lines, and a quiet start for the real one.
+
+It stands in a module because the process that makes the batches is a fresh Python: what it runs, it must import.
+"""
+
+import contextlib
+import io
+import logging
+import multiprocessing
+import os
+import queue
+import shutil
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+# A clean process either way; where there is a fork server, it has imported the heavy modules once for all.
+START = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
+
+
+class Prefetcher:
+    """Batches that another process makes ahead of the trainer, never more than `depth` of them.
+
+    `make(*arguments)` runs there; it is a generator function that can be imported, and its batches can be pickled.
+    Iterate inside `with Prefetcher(...) as batches:`, which ends the process, however the block is left. An error
+    there, its death, and `seconds` without a batch end the loop here, with a sentence that says which. `made` holds
+    when each received batch was begun and finished, on the clock of `time.perf_counter`.
+    """
+
+    def __init__(self, make: Callable[..., Iterator], *arguments, depth: int = 4, seconds: float = 60):
+        if depth < 1:
+            raise ValueError(f"depth is {depth}, which leaves no room for a batch: make it 1 or more.")
+        context = multiprocessing.get_context(START)
+        receiver, sender = context.Pipe(duplex=False)
+        self.made: list[tuple[float, float]] = []
+        self.started = context.Value("i", 0)
+        self._seconds, self._slots, self._ready = seconds, context.Semaphore(depth), queue.SimpleQueue()
+        job = (sender, self._slots, self.started, make, arguments)
+        self.process = context.Process(target=_produce, args=job, daemon=True)
+        self.process.start()
+        sender.close()  # only the child holds it from here on, so that its death is the end of the pipe
+        threading.Thread(target=self._receive, args=(receiver,), daemon=True).start()
+
+    def _receive(self, receiver) -> None:
+        with receiver, contextlib.suppress(EOFError, OSError):
+            while True:
+                self._ready.put(receiver.recv())
+        self._ready.put(("died", None, None))
+
+    def __iter__(self) -> Iterator:
+        while True:
+            try:
+                kind, value, when = self._ready.get(timeout=self._seconds)
+            except queue.Empty:
+                raise TimeoutError(f"No batch came for {self._seconds:g} s: the offload process hangs.") from None
+            if kind == "end":
+                return
+            if kind == "error":
+                raise RuntimeError(f"The offload process stopped after {len(self.made)} batches: {value}")
+            if kind == "died":
+                raise RuntimeError(f"The offload process died after {len(self.made)} batches. Out of memory?")
+            self.made.append(when)
+            self._slots.release()  # room for one more
+            yield value
+
+    def close(self) -> None:
+        """End the process, whatever it is doing."""
+        self.process.kill()
+        self.process.join(10)
+
+    def __enter__(self) -> "Prefetcher":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+
+def _produce(sender, slots, started, make: Callable[..., Iterator], arguments: tuple) -> None:
+    """What the child does: wait for room, make a batch, send it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the trainer, which then closes us
+    parent = multiprocessing.parent_process()
+    try:
+        batches = make(*arguments)
+        while True:
+            while not slots.acquire(timeout=1):
+                if not parent.is_alive():
+                    return
+            started.value += 1
+            begin = time.perf_counter()
+            batch = next(batches, None)
+            if batch is None:
+                sender.send(("end", None, None))
+                return
+            sender.send(("batch", batch, (begin, time.perf_counter())))
+    except BrokenPipeError:
+        return
+    except Exception as error:
+        sender.send(("error", f"{type(error).__name__}: {error}", None))
+
+
+def sleeping(count: int, seconds: float) -> Iterator[int]:
+    """Batches that take a known time to make, and no computing."""
+    for i in range(count):
+        time.sleep(seconds)
+        yield i
+
+
+def start_ray(workers: int = 2, seconds: float = 60, disk_bytes: int = 10**9) -> str:
+    """Start Ray on this machine with nothing but what Ray Data needs; why it could not be started, or ''.
+
+    No dashboard, no statistics sent anywhere, no progress bars, no log lines. Ray itself gives up where its helper
+    processes need more than 15 s to start, which happens on a machine that is very busy.
+    """
+    free = shutil.disk_usage(tempfile.gettempdir()).free
+    if free < disk_bytes:
+        return f"Ray was not started, as the temporary folder has {free / 1e9:.1f} GB left: make 1 GB free."
+    os.environ.update(RAY_USAGE_STATS_ENABLED="0", RAY_DATA_DISABLE_PROGRESS_BARS="1", RAY_DATA_LOG_LEVEL="CRITICAL")
+    os.environ.update(RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0", RAY_raylet_start_wait_time_s=str(int(seconds)))
+    try:
+        import ray
+        import ray.data
+    except ImportError as error:
+        return f"Ray is not installed here ({error}): `pip install 'ray[data]'` where there is a wheel for it."
+    logging.getLogger("ray").setLevel(logging.CRITICAL)  # `import ray` has set it to INFO
+    try:
+        with time_limit(seconds), contextlib.redirect_stderr(io.StringIO()):
+            ray.init(
+                address="local",
+                num_cpus=workers,
+                num_gpus=0,
+                include_dashboard=False,
+                log_to_driver=False,
+                configure_logging=False,
+                object_store_memory=200 * 2**20,
+                _node_ip_address="127.0.0.1",
+            )
+            ray.data.DataContext.get_current().enable_progress_bars = False
+    except BaseException as error:
+        ray.shutdown()
+        if not isinstance(error, Exception):
+            raise
+        reason = str(error).strip().splitlines()
+        return f"Ray could not start ({reason[0] if reason else type(error).__name__})."
+    return ""
+
+
+@contextlib.contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raise TimeoutError in the main thread if the block lasts longer."""
+    late = threading.Event()
+
+    def interrupt() -> None:
+        late.set()
+        signal.raise_signal(signal.SIGINT) if os.name == "nt" else os.kill(os.getpid(), signal.SIGINT)
+
+    timer = threading.Timer(seconds, interrupt)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    except KeyboardInterrupt:
+        if not late.is_set():
+            raise
+        raise TimeoutError(f"it took longer than {seconds:g} s") from None
+    finally:
+        timer.cancel()
