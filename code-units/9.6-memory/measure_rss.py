@@ -1,10 +1,12 @@
 """Train a small vision transformer for two steps and print by how many bytes this process grew at its peak.
 
-Notebook 1 starts it as a process of its own, because a peak cannot be reset:
+Notebook 1 calls `grown`, which starts this file as a process of its own, because a peak cannot be reset:
 python measure_rss.py BATCH LAYERS WIDTH
 """
 
+import os
 import platform
+import subprocess
 import sys
 
 import psutil
@@ -32,6 +34,15 @@ def train(batch: int, layers: int, width: int) -> None:
         nn.functional.cross_entropy(model(images), labels).backward()
         optimizer.step()
         optimizer.zero_grad()
+
+
+def grown(batch: int, layers: int, width: int, **environment: str) -> int:
+    """By how many bytes a process of its own grows at its peak while it trains this model."""
+    asked = [sys.executable, __file__, str(batch), str(layers), str(width)]
+    answer = subprocess.run(asked, env=os.environ | environment, capture_output=True, text=True, timeout=300)
+    if answer.returncode:
+        raise RuntimeError(f"The process that was to be measured failed: {answer.stderr.strip()[-500:]}")
+    return int(answer.stdout)
 
 
 if __name__ == "__main__":
