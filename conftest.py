@@ -6,6 +6,7 @@ ends with an item that counts what was really compared and claimed. It touches n
 """
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -17,6 +18,10 @@ from notebooks import CLAIM, FOLDERS, NOT_COMPARED, QUIET, ROOT, Printed, blank
 
 # before anything imports torch, which reads this once; kernels and other child processes inherit it
 os.environ.update(QUIET)
+
+# A job in the background of a shell ignores Ctrl-C, and so would every child: tests that send it would wait in vain.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Exceptions to strict comparison need a line here: (notebook, tag) -> reason. There are none.
 LISTED_EXCEPTIONS: dict[tuple[str, str], str] = {}
