@@ -1,5 +1,7 @@
 """Exercises come from solutions: nothing drifts, stubs hold no answers, the tool refuses what it cannot turn."""
 
+import re
+
 import nbformat
 import pytest
 import torch
@@ -9,6 +11,8 @@ from notebooks import ROOT
 from exercises import content, stale, stub
 from speedlab.checks import check
 
+# the cell under a task: the check has the name of what it checks
+CHECK = re.compile(r"checks\.(\w+)\(\1\)")
 SOURCE = '''def f(x):
     """Twice x."""
     # BEGIN SOLUTION
@@ -90,3 +94,16 @@ def test_only_the_stub_counts_as_not_attempted(capsys):
     left, mistaken = capsys.readouterr().out.splitlines()
     assert left == "task: not attempted yet"
     assert mistaken.startswith("task: not yet right. Your code raised NotImplementedError") and "Float8" in mistaken
+
+
+@pytest.mark.parametrize("name", sorted(p.name for p in (ROOT / "solutions").glob("*.ipynb")))
+def test_a_check_stands_under_each_task_and_has_said_what_it_should(name):
+    """The stored verdicts are right for solution and stub; the notebook's own run proves that they are true."""
+    for folder, expected in (("solutions", "correct"), ("exercises", "not attempted yet")):
+        cells = nbformat.read(ROOT / folder / name, as_version=4).cells
+        checked = {i: found[1] for i, cell in enumerate(cells) if (found := CHECK.fullmatch(cell.source))}
+        assert len(checked) >= 2, f"{folder}/{name}: {len(checked)} check cells"
+        for i, task in checked.items():
+            verdict = cells[i].outputs[0].text.strip().split(": ", 1)[1]
+            assert verdict == expected, f"{folder}/{name}, {task}: {verdict}"
+            assert f"def {task}(" in cells[i - 1].source, f"{folder}/{name}: {task} stands elsewhere than its check"
