@@ -362,8 +362,9 @@ def explain(output, what):
 def environment():
     """Return the variables for a command inside .venv, as its activation would set them."""
     values = dict(os.environ)
-    # Modules of another installation would shadow the locked ones; make's variables belong to this make alone.
-    for name in ("PYTHONHOME", "PYTHONPATH", "MAKEFLAGS", "MAKELEVEL", "MFLAGS"):
+    # Modules of another installation would shadow the locked ones; make's variables belong to this make alone;
+    # without bytecode beside it, torch takes seconds to import, in every kernel and in every process of a launch.
+    for name in ("PYTHONHOME", "PYTHONPATH", "PYTHONDONTWRITEBYTECODE", "MAKEFLAGS", "MAKELEVEL", "MFLAGS"):
         values.pop(name, None)
     values["VIRTUAL_ENV"] = VENV
     values["PATH"] = BIN + os.pathsep + values.get("PATH", os.defpath)
