@@ -27,9 +27,9 @@ class Explorer(ipywidgets.VBox):
             shown, self._text = self._render(**{name: control.value for name, control in self._controls.items()})
         except ValueError as error:
             shown, self._text = f"<p>{html.escape(str(error))}</p>", str(error)
-        if isinstance(shown, Figure):
-            data = base64.b64encode(png(shown, dpi=96)).decode()
-            shown = f'<img alt="{html.escape(self._text, quote=True)}" src="data:image/png;base64,{data}">'
+        self._picture = base64.b64encode(png(shown, dpi=96)).decode() if isinstance(shown, Figure) else None
+        if self._picture:
+            shown = f'<img alt="{html.escape(self._text, quote=True)}" src="data:image/png;base64,{self._picture}">'
         self._view.value = shown
 
     def __repr__(self) -> str:
@@ -37,8 +37,10 @@ class Explorer(ipywidgets.VBox):
 
     def _repr_mimebundle_(self, **kwargs):
         bundle = super()._repr_mimebundle_(**kwargs) or {}
-        # figures in text/html would be compared byte by byte, so only a table has an HTML form
-        return bundle if "<img" in self._view.value else {**bundle, "text/html": self._view.value}
+        # a figure inside text/html would be compared byte by byte; as a picture of its own it is not
+        if self._picture:
+            return {**bundle, "image/png": self._picture}, {"image/png": {"alt": self._text}}
+        return {**bundle, "text/html": self._view.value}
 
 
 def explore(render: Callable[..., tuple[str | Figure, str]], **controls: ipywidgets.Widget) -> Explorer:

@@ -138,7 +138,10 @@ def test_a_widget_shows_a_figure_with_alt_text():
     shown = widgets.explore(render, n=ipywidgets.IntSlider(3))
     view = shown.children[1].value
     assert view.startswith('<img alt="a line to &quot;3&quot;"') and "base64" in view
-    assert "text/html" not in shown._repr_mimebundle_()
+    bundle, metadata = shown._repr_mimebundle_()
+    assert "text/html" not in bundle
+    assert bundle["image/png"] in view, "where no kernel runs, the picture itself is what a reader sees"
+    assert metadata == {"image/png": {"alt": 'a line to "3"'}}
 
 
 def test_a_widget_says_what_is_wrong_with_an_input():

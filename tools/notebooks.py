@@ -80,7 +80,10 @@ def keep_outputs(old: nbformat.NotebookNode, new: nbformat.NotebookNode) -> int:
     kept = 0
     for cell in (c for c in new.cells if c.id in before):
         known = before[cell.id]
-        if known.metadata.get(MADE_BY) == cell.metadata[MADE_BY] and same_outputs(known.outputs, cell.outputs):
+        same_code = known.metadata.get(MADE_BY) == cell.metadata[MADE_BY]
+        # equal outputs may still differ in what is not compared: an output that gained a picture is stored anew
+        same_kinds = [set(o.get("data", ())) for o in known.outputs] == [set(o.get("data", ())) for o in cell.outputs]
+        if same_code and same_kinds and same_outputs(known.outputs, cell.outputs):
             cell.outputs = known.outputs
             kept += 1
     return kept
