@@ -3,7 +3,7 @@
 Each rung is timed in turns with the strict-fp32 start (A B A B), and shows its throughput, its speed-up, its memory,
 its share of the hardware's peak, where its time goes, and that it still trains. Results go to results/<machine>.json
 after every rung: an interrupt loses nothing, and a second call goes on where the first one stopped. Usage:
-python -m benchmarks.ladder [--ladder vit] [--rungs 0,5,9] [--device cpu] [--scale quick] [--seconds 40] [--out FILE]
+python -m benchmarks.ladder [--ladder vit] [--rungs 0,5,9] [--device cpu] [--scale quick] [--seconds 20] [--out FILE]
 """
 
 import argparse
@@ -185,7 +185,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rungs", default="", help="numbers or names, with commas between; the default is all")
     parser.add_argument("--device", default="", help="cpu or cuda; the default is the GPU where there is one")
     parser.add_argument("--scale", default=machine.scale(), help="quick, full (real data), or tiny to try it out")
-    parser.add_argument("--seconds", type=float, default=None, help="timing a rung; default 40 on a CPU, 15 on a GPU")
+    parser.add_argument("--seconds", type=float, default=None, help="timing a rung; default 20 on a CPU, 15 on a GPU")
     parser.add_argument("--out", type=Path, default=None, help="the results file (default: results/<machine>.json)")
     parser.add_argument("--fresh", action="store_true", help="measure anew what the file has already")
     options = parser.parse_args(arguments)
@@ -212,7 +212,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     except ValueError as error:
         parser.error(str(error))
     if options.seconds is None:
-        options.seconds = 40.0 if device.type == "cpu" else 15.0
+        options.seconds = 20.0 if device.type == "cpu" else 15.0
     return options
 
 

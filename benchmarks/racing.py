@@ -95,7 +95,7 @@ class Ladder:
     def predict(self, settings: Settings) -> int:
         """Peak bytes of training in the rung's precision, without compilation, found on fake CPU tensors."""
         plain = replace(settings, padding="longest", compiled=False, channels_last=False, resident=False,
-                        host_metric=False, tf32=False)  # fmt: skip
+                        keep_memory=False, host_metric=False, tf32=False)  # fmt: skip
         if plain not in self._predicted:
             cpu, scale = torch.device("cpu"), self.session.scale
             wide = self.module.widest(scale)

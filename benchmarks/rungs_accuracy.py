@@ -28,7 +28,7 @@ TARGET = 0.90
 TRAIN, VALIDATION = 4096, 1024
 SEEDS = 3
 # These fields leave the mathematics of a step as it is: the number of steps to the target stays the same.
-SYSTEM = {"tf32", "host_metric", "resident", "channels_last", "fused", "compiled", "pool_first"}
+SYSTEM = {"tf32", "host_metric", "resident", "channels_last", "fused", "compiled", "keep_memory", "pool_first"}
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,8 @@ def rungs(device: torch.device, scale: str) -> tuple[Rung, ...]:
              {"batch": larger, "lr": 1e-3 * math.sqrt(larger / 16)}),
         Rung("one-cycle schedule", f"up to a learning rate of 0.008 and down to nothing, within {short} epochs",
              {"one_cycle": True, "lr": 0.008, "epochs": short}),
+        Rung("memory kept", "the C library keeps what a step frees: the next one need not fetch new pages from the "
+             "system", {"keep_memory": True}, ("cpu", "glibc")),
         Rung("pool before ReLU", "the same function on a quarter of the numbers: the largest ReLU is the ReLU of the "
              "largest", {"pool_first": True}),
         Rung("compile", "pointwise operations are fused into one pass; the seconds of compiling are listed apart",

@@ -27,7 +27,7 @@ def start(device: torch.device, scale: str) -> Settings:
 
 
 def rungs(device: torch.device, scale: str) -> tuple[Rung, ...]:
-    larger = 8 if scale == "tiny" else (192 if device.type == "cuda" else 24)
+    larger = 8 if scale == "tiny" else 192
     return (
         Rung("strict fp32", "all reviews padded to 512 tokens, batch 12, Adam, a metric read every batch"),
         Rung("TF32", "matrix products round their fp32 inputs to 10 bits of mantissa", {"tf32": True}, ("cuda",)),
@@ -42,7 +42,18 @@ def rungs(device: torch.device, scale: str) -> tuple[Rung, ...]:
             ("cpu", "bf16"),
         ),
         Rung("fused optimizer", "Adam in one pass over each weight instead of a dozen", {"fused": True}),
-        Rung("larger batch", f"batch {larger}: the optimizer's pass over the weights serves more", {"batch": larger}),
+        Rung(
+            "memory kept",
+            "the C library keeps what a step frees: the next one need not fetch new pages from the system",
+            {"keep_memory": True},
+            ("cpu", "glibc"),
+        ),
+        Rung(
+            "larger batch",
+            f"batch {larger}: the optimizer's pass over the weights serves more",
+            {"batch": larger},
+            ("cuda",),
+        ),
         Rung(
             "compile, bucketed shapes",
             "pointwise operations and dropout are fused into one pass; lengths are rounded up to few shapes",

@@ -24,7 +24,7 @@ def start(device: torch.device, scale: str) -> Settings:
 
 
 def rungs(device: torch.device, scale: str) -> tuple[Rung, ...]:
-    larger = 8 if scale == "tiny" else (256 if device.type == "cuda" else 32)
+    larger = 8 if scale == "tiny" else 256
     smaller = 16 if scale == "tiny" else 112
     return (
         Rung("strict fp32", "batch 16, Adam, a metric read every batch, one image loaded at a time"),
@@ -39,7 +39,18 @@ def rungs(device: torch.device, scale: str) -> tuple[Rung, ...]:
             {"plain_attention": True},
             ("cpu", "bf16"),
         ),
-        Rung("larger batch", f"batch {larger}: the optimizer's pass over the weights serves more", {"batch": larger}),
+        Rung(
+            "memory kept",
+            "the C library keeps what a step frees: the next one need not fetch new pages from the system",
+            {"keep_memory": True},
+            ("cpu", "glibc"),
+        ),
+        Rung(
+            "larger batch",
+            f"batch {larger}: the optimizer's pass over the weights serves more",
+            {"batch": larger},
+            ("cuda",),
+        ),
         Rung("data on the device", "the images stay there as bytes and are enlarged a batch at a time",
              {"resident": True}),
         Rung("compile", "pointwise operations are fused into one pass", {"compiled": True}, ("compiler",)),

@@ -5,8 +5,9 @@ A ladder is a list of rungs, each changing one setting of the rung before. Every
 """
 
 import contextlib
-import functools
+import ctypes
 import itertools
+import platform
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
@@ -30,6 +31,7 @@ class Settings:
     channels_last: bool = False
     autocast: bool = False
     plain_attention: bool = False
+    keep_memory: bool = False
     resident: bool = False
     compiled: bool = False
     master: bool = False
@@ -41,8 +43,8 @@ class Settings:
 class Rung:
     """One change: its name, what it does in a sentence, the settings it sets, and what the machine must have.
 
-    `needs` holds 'cuda', 'cpu', 'bf16' or 'compiler'. A rung that stands `apart` changes the task itself, so that its
-    speed-up is not the same work done faster.
+    `needs` holds 'cuda', 'cpu', 'glibc', 'bf16' or 'compiler'. A rung that stands `apart` changes the task itself, so
+    that its speed-up is not the same work done faster.
     """
 
     name: str
@@ -74,6 +76,21 @@ class MasterAdam(torch.optim.Adam):
         super().zero_grad(set_to_none)
         for weight in self.weights:
             weight.grad = None
+
+
+def keep_memory(keep: bool) -> None:
+    """Have glibc keep freed memory for the next step, or give it back as it does on its own (man 3 mallopt).
+
+    Memory that was given back returns as new pages, each zeroed by the kernel when it is first touched. The values
+    for giving back are those that glibc's own adaptation reaches with large tensors, and that setting any turns off.
+    """
+    trim_threshold, mmap_threshold, mmap_max = -1, -3, -4
+    libc = ctypes.CDLL(None)
+    libc.mallopt(mmap_max, 0 if keep else 65536)
+    libc.mallopt(trim_threshold, -1 if keep else 64 * 2**20)
+    libc.mallopt(mmap_threshold, 32 * 2**20)
+    if not keep:
+        libc.malloc_trim(0)
 
 
 def _no_mark(phase: str) -> None:
@@ -126,6 +143,8 @@ class Training:
         torch.backends.cudnn.allow_tf32 = self.settings.tf32
         torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(self.settings.plain_attention)
         plain = sdpa_kernel(SDPBackend.MATH) if self.settings.plain_attention else contextlib.nullcontext()
+        if self.settings.keep_memory:
+            keep_memory(True)
         try:
             with plain:
                 yield
@@ -133,6 +152,8 @@ class Training:
             torch.set_float32_matmul_precision(before[0])
             torch.backends.cudnn.allow_tf32 = before[1]
             torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(False)
+            if self.settings.keep_memory:
+                keep_memory(False)
 
     def loss(self, forward: Callable[..., torch.Tensor], batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """The mean loss, computed in fp32, and the logits of a batch."""
@@ -193,29 +214,18 @@ def climb(start: Settings, rungs: tuple[Rung, ...], lacking: Callable[[Rung], st
             settings = tried
 
 
-@functools.cache
-def compiler(device: str) -> str:
-    """Why torch.compile does not work here, or nothing where it does; tried on a function of one line."""
-    try:
-        torch.compile(lambda x: x * 2 + 1)(torch.ones(8, device=device))
-    except Exception as error:  # whatever a missing compiler, linker or header makes of it
-        return f"torch.compile does not work here ({str(error).strip().splitlines()[0][:120]})"
-    return ""
-
-
 def lacking(rung: Rung, device: torch.device) -> str:
     """The sentence that says why this machine leaves `rung` out, or nothing."""
     if "cuda" in rung.needs and device.type != "cuda":
-        return (
-            "TF32 is a format of CUDA GPUs"
-            if "tf32" in rung.changes
-            else "on a CPU this network gains nothing from it"
-        )
+        return "TF32 is a format of CUDA GPUs" if "tf32" in rung.changes else "it gained nothing on the CPUs tried"
     if "cpu" in rung.needs and device.type != "cpu":
         return "a GPU's fused attention is fast in bf16 as it is"
+    if "glibc" in rung.needs and (device.type != "cpu" or platform.libc_ver()[0] != "glibc"):
+        return "it is about glibc, which serves CPU tensors on Linux; a GPU's memory is kept by PyTorch"
     if "bf16" in rung.needs and not machine.is_fast("bf16"):
         return "bf16 has no fast hardware here: a step in it would take many times as long"
-    return compiler(device.type) if "compiler" in rung.needs else ""
+    lacks_compiler = "compiler" in rung.needs and machine.compiler(device.type) is None
+    return "torch.compile finds no compiler here that works" if lacks_compiler else ""
 
 
 def endless(epoch: Callable[[], Iterator[Batch]]) -> Iterator[Batch]:

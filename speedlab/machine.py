@@ -4,15 +4,20 @@ The machine description is the package's only global state. It is found by looki
 by name alone: a dtype that the hardware lacks is not slow, it takes a hundred times as long.
 """
 
+import atexit
 import contextlib
+import errno
 import functools
 import importlib.metadata
 import os
 import platform
 import random
 import re
+import shutil
 import subprocess
+import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +33,12 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, 
 # A dtype is fast here if a small product in it takes at most this many times the fp32 one.
 FAST = 3.0
 _PROBE_SIZE = 256
+# Room that torch.compile's cache needs: kernels are small, but the precompiled header of one compiler takes 160 MB.
+_CACHE_ROOM = 2**28
+NO_COMPILER = (
+    "none that works (a CPU needs g++ or clang++, on Windows cl; a GPU needs Triton), so graphs are built, counted and "
+    "run without compiled kernels, and recorded times stand in for measured ones"
+)
 _PACKAGES = ("torch", "torchvision", "lightning", "transformers")
 # Instruction sets that decide which dtypes are fast on a CPU, by the names the kernel gives them.
 _ISA = {
@@ -167,6 +178,55 @@ def copy_bandwidth() -> float:
     source = torch.ones((2**30 if where.type == "cuda" else 2**26) // 4, device=where)
     target = torch.empty_like(source)
     return 2 * source.nbytes / _best(lambda: target.copy_(source), synchronised_clock(where))
+
+
+@functools.cache
+def compiler(kind: str | None = None) -> str | None:
+    """The compiler of torch.compile's own backend that works here: 'g++', 'clang++', 'cl' or 'Triton'; None: none does.
+
+    `kind` is 'cpu' or 'cuda'; by default `device()` decides. The compiler is tried on a function of one line, because
+    one that is found may still lack a header or a linker: seconds the first time, a moment once that kernel is in the
+    cache, whose folder is checked first (see `compile_cache`). `NO_COMPILER` is the sentence for None.
+    """
+    compile_cache()
+    kind = kind or device().type
+    try:
+        from torch._inductor import config
+        from torch._inductor.cpp_builder import get_cpp_compiler
+
+        # looked for before the trial, which would succeed without one where the cache has its kernel
+        name = "Triton" if kind == "cuda" else Path(get_cpp_compiler()).stem
+        # a pool of compiling workers would stay behind; a GPU's first compilation warns once that TF32 is off, as meant
+        with config.patch(compile_threads=1), warnings.catch_warnings(action="ignore"):
+            torch.compile(lambda x: x * 2 + 1)(torch.ones(8, device=kind))
+    except Exception:  # whatever a missing compiler, header or linker makes of it
+        return None
+    return name
+
+
+@functools.cache
+def compile_cache() -> str:
+    """Make sure that torch.compile can write its cache, and say where that is, in words that name no path.
+
+    A folder that cannot be written, or a disk without room, is replaced by a temporary folder until this process ends;
+    child processes inherit it.
+    """
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    try:
+        with tempfile.TemporaryFile(dir=cache_dir()) as probe:
+            probe.write(bytes(2**20))
+        if shutil.disk_usage(cache_dir()).free < _CACHE_ROOM:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    except OSError as error:
+        folder = tempfile.mkdtemp(prefix="speedlab-compile-")
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+        return (
+            f"a temporary one, because the usual one cannot be written ({error.strerror}); what is compiled is gone when "
+            "this process ends. Free its disk, or set TORCHINDUCTOR_CACHE_DIR to a folder that you may write"
+        )
+    return "the usual one (TORCHINDUCTOR_CACHE_DIR names another)"
 
 
 def half_products(where: torch.device | str = "cpu") -> contextlib.AbstractContextManager:
