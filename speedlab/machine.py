@@ -8,7 +8,9 @@ import atexit
 import contextlib
 import errno
 import functools
+import getpass
 import importlib.metadata
+import logging
 import os
 import platform
 import random
@@ -36,8 +38,8 @@ _PROBE_SIZE = 256
 # Room that torch.compile's cache needs: kernels are small, but the precompiled header of one compiler takes 160 MB.
 _CACHE_ROOM = 2**28
 NO_COMPILER = (
-    "none that works (a CPU needs g++ or clang++, on Windows cl; a GPU needs Triton), so graphs are built, counted and "
-    "run without compiled kernels, and recorded times stand in for measured ones"
+    "none that works (a CPU needs g++ or clang++, on Windows cl; a GPU needs Triton), so graphs are built, counted "
+    "and run without compiled kernels, and recorded times stand in for measured ones"
 )
 _PACKAGES = ("torch", "torchvision", "lightning", "transformers")
 # Instruction sets that decide which dtypes are fast on a CPU, by the names the kernel gives them.
@@ -182,13 +184,15 @@ def copy_bandwidth() -> float:
 
 @functools.cache
 def compiler(kind: str | None = None) -> str | None:
-    """The compiler of torch.compile's own backend that works here: 'g++', 'clang++', 'cl' or 'Triton'; None: none does.
+    """The compiler of torch.compile's own backend that works here: 'g++', 'clang++', 'cl', 'Triton'; None: none does.
 
     `kind` is 'cpu' or 'cuda'; by default `device()` decides. The compiler is tried on a function of one line, because
     one that is found may still lack a header or a linker: seconds the first time, a moment once that kernel is in the
     cache, whose folder is checked first (see `compile_cache`). `NO_COMPILER` is the sentence for None.
     """
     compile_cache()
+    # with CUDA's tools but without a GPU it warns that the GPU is missing
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     kind = kind or device().type
     try:
         from torch._inductor import config
@@ -196,7 +200,7 @@ def compiler(kind: str | None = None) -> str | None:
 
         # looked for before the trial, which would succeed without one where the cache has its kernel
         name = "Triton" if kind == "cuda" else Path(get_cpp_compiler()).stem
-        # a pool of compiling workers would stay behind; a GPU's first compilation warns once that TF32 is off, as meant
+        # a pool of compiling workers would stay behind; on a GPU, the first compilation warns that TF32 is off
         with config.patch(compile_threads=1), warnings.catch_warnings(action="ignore"):
             torch.compile(lambda x: x * 2 + 1)(torch.ones(8, device=kind))
     except Exception:  # whatever a missing compiler, header or linker makes of it
@@ -208,25 +212,34 @@ def compiler(kind: str | None = None) -> str | None:
 def compile_cache() -> str:
     """Make sure that torch.compile can write its cache, and say where that is, in words that name no path.
 
-    A folder that cannot be written, or a disk without room, is replaced by a temporary folder until this process ends;
-    child processes inherit it.
+    Call it before anything imports torch._dynamo, which fails without that folder. One that cannot be written, or
+    whose disk is full, is replaced by a temporary folder until this process ends; child processes inherit it.
     """
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-
+    # torch's own default, without importing the part of torch that fails to import where it cannot make this folder
+    usual = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or Path(tempfile.gettempdir(), f"torchinductor_{_user()}")
     try:
-        with tempfile.TemporaryFile(dir=cache_dir()) as probe:
+        Path(usual).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=usual) as probe:
             probe.write(bytes(2**20))
-        if shutil.disk_usage(cache_dir()).free < _CACHE_ROOM:
+        if shutil.disk_usage(usual).free < _CACHE_ROOM:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     except OSError as error:
         folder = tempfile.mkdtemp(prefix="speedlab-compile-")
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
         return (
-            f"a temporary one, because the usual one cannot be written ({error.strerror}); what is compiled is gone when "
-            "this process ends. Free its disk, or set TORCHINDUCTOR_CACHE_DIR to a folder that you may write"
+            f"a temporary one, because the usual one cannot be written ({error.strerror}); what is compiled is gone "
+            "when this process ends. Free its disk, or set TORCHINDUCTOR_CACHE_DIR to a folder that you may write"
         )
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(usual)
     return "the usual one (TORCHINDUCTOR_CACHE_DIR names another)"
+
+
+def _user() -> str:
+    try:
+        return re.sub(r'[\\/:*?"<>|]', "_", getpass.getuser())
+    except (KeyError, ImportError, OSError):  # a container may run as a number without a name
+        return f"uid_{os.getuid()}" if hasattr(os, "getuid") else "unknown_user"
 
 
 def half_products(where: torch.device | str = "cpu") -> contextlib.AbstractContextManager:
