@@ -4,16 +4,18 @@ Inductor works in two halves: Python that schedules and writes the kernels, and 
 translates them. `plans` runs the first half and stops before the second: it counts the same on every machine.
 """
 
+import contextlib
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 from unittest import mock
 
 import torch
 from torch._functorch import config as autograd_config
-from torch._inductor import config
+from torch._inductor import config, cpp_builder
+from torch._inductor.exc import InvalidCxxCompiler
 from torch._inductor.graph import GraphLowering
 
 # with CUDA's tools but without a GPU it warns that the GPU is missing
@@ -41,6 +43,19 @@ class Plan:
         return text[max(0, text.find('extern "C"'), text.find("@triton.jit")) :].strip()
 
 
+@contextlib.contextmanager
+def _any_compiler() -> Iterator[None]:
+    """Where there is no C++ compiler, keep Inductor from asking which one it is: it writes plain scalar C++ then."""
+    try:
+        cpp_builder.get_cpp_compiler()
+    except InvalidCxxCompiler:
+        known = {"is_gcc": lambda: True, "is_msvc_cl": lambda: False}
+        with config.patch({"cpp.vec_isa_ok": False}), mock.patch.multiple(cpp_builder, **known):
+            yield
+    else:
+        yield
+
+
 def plans(work: Callable[[], object]) -> list[Plan]:
     """Run `work()`, which calls functions compiled with Inductor, and return the plan of each graph, in their order.
 
@@ -59,6 +74,7 @@ def plans(work: Callable[[], object]) -> list[Plan]:
     try:
         # nothing may come from the caches, and nothing of this may go there
         with (
+            _any_compiler(),
             config.patch(fx_graph_cache=False, compile_threads=1),
             autograd_config.patch(enable_autograd_cache=False),
             mock.patch.object(GraphLowering, "compile_to_module", read),

@@ -1,0 +1,186 @@
+"""Unit 9.4 on bad days: no compiler, a cache that cannot be written, a full disk, a child that hangs; counts."""
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from notebooks import ROOT
+from torch import nn
+
+from benchmarks import compile as bench
+from benchmarks import results
+from speedlab import machine
+
+UNIT = ROOT / "code-units" / "9.4-compile"
+NO_COMPILER = {"CXX": os.sep + "nowhere", "CUDA_VISIBLE_DEVICES": "", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+
+
+@pytest.fixture
+def unit(monkeypatch):
+    """The unit's folder where its notebooks import from."""
+    monkeypatch.syspath_prepend(UNIT)
+    return UNIT
+
+
+def python(code: str, **environment: str) -> subprocess.CompletedProcess:
+    """Run code as a reader's process would, in the unit's folder."""
+    asked = [sys.executable, "-c", code]
+    return subprocess.run(
+        asked, cwd=UNIT, env={**os.environ, **environment}, capture_output=True, text=True, timeout=120
+    )
+
+
+# --- what the machine has ---------------------------------------------------------------------------------
+
+
+def test_without_a_compiler_there_is_none_and_nothing_is_complained_about():
+    """Also where the cache holds what an earlier session compiled."""
+    answer = python("from speedlab import machine; print(machine.compiler())", **NO_COMPILER)
+    assert (answer.stdout, answer.stderr, answer.returncode) == ("None\n", "", 0)
+
+
+def test_a_compiler_that_is_there_and_does_not_work_is_none(tmp_path):
+    """Apple's clang without OpenMP, a g++ without headers: its name is found, and nothing compiles."""
+    broken = tmp_path / "g++"
+    broken.write_text("#!/bin/sh\n[ \"$1\" = --version ] && echo 'g++ (Broken) 13.0' && exit 0\nexit 1\n")
+    broken.chmod(0o755)
+    if sys.platform == "win32":
+        pytest.skip("a shell script is no program on Windows")
+    places = {"CXX": str(broken), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    answer = python("from speedlab import machine; print(machine.compiler())", **{**NO_COMPILER, **places})
+    assert answer.stdout == "None\n", answer.stderr
+
+
+def test_a_compiler_that_is_named_compiles():
+    name = machine.compiler("cpu")
+    if name is None:
+        pytest.skip("no C++ compiler here")
+    assert os.sep not in name
+    assert torch.equal(torch.compile(lambda x: x * 2 + 1)(torch.ones(8)), torch.full((8,), 3.0))
+
+
+SHOW_CACHE = """
+import os
+from pathlib import Path
+from speedlab import machine
+print(machine.compile_cache())
+folder = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+(folder / "kernel").write_text("x")
+print(folder)
+"""
+
+
+def test_a_cache_that_cannot_be_written_is_replaced_and_the_replacement_removed(tmp_path):
+    """A folder below a file cannot be made by anybody, root included."""
+    (tmp_path / "file").write_text("")
+    answer = python(SHOW_CACHE, TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "file" / "cache"))
+    assert answer.returncode == 0, answer.stderr
+    sentence, folder = answer.stdout.splitlines()
+    assert sentence.startswith("a temporary one, because the usual one cannot be written (Not a directory)")
+    assert "TORCHINDUCTOR_CACHE_DIR" in sentence and str(tmp_path) not in sentence
+    assert not folder.startswith(str(tmp_path)) and not os.path.exists(folder)
+
+
+def test_a_cache_that_can_be_written_stays(tmp_path):
+    answer = python(SHOW_CACHE, TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "cache"))
+    assert answer.stdout.splitlines() == [
+        "the usual one (TORCHINDUCTOR_CACHE_DIR names another)",
+        str(tmp_path / "cache"),
+    ], answer.stderr
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == ["kernel"]
+
+
+def test_a_full_disk_is_said(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: SimpleNamespace(free=2**20))
+    sentence = machine.compile_cache.__wrapped__()
+    assert os.strerror(errno.ENOSPC) in sentence and sentence.startswith("a temporary one")
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] != str(tmp_path / "cache")
+
+
+# --- what Inductor plans ----------------------------------------------------------------------------------
+
+COUNT = """
+import torch
+import inductor
+from torch.nn import functional as F
+x = torch.randn(4096)
+wide = torch.randn(64, 256)
+both = lambda x: (x.sin(), x.sin().cos())
+cases = {"chain": (lambda x: torch.relu(2 * x + 1) * x, x), "two outputs": (both, x),
+         "norm": (lambda w: F.layer_norm(w, (256,)), wide), "product": (lambda w: w @ w.T, wide)}
+for name, (function, given) in cases.items():
+    [plan] = inductor.plans(lambda: torch.compile(function)(given))
+    print(name, plan.kernels, plan.library_calls, round(plan.bytes / given.numel()), bool(plan.kernel_text()))
+"""
+# of each: kernels, calls into libraries, bytes an element, whether there is a kernel to read
+PLANNED = """\
+chain 1 0 8 True
+two outputs 1 0 12 True
+norm 1 0 8 True
+product 0 1 5 False
+"""
+
+
+@pytest.mark.parametrize("environment", [NO_COMPILER, {"ATEN_CPU_CAPABILITY": "avx2"}], ids=["no compiler", "avx2"])
+def test_plans_are_the_closed_formulas_with_any_instruction_set_and_without_a_compiler(environment):
+    answer = python(COUNT, **{"CUDA_VISIBLE_DEVICES": "", **environment})
+    assert answer.stdout == PLANNED, answer.stderr
+
+
+def test_plans_compute_what_eager_computes_and_leave_nothing_behind(unit):
+    import inductor
+
+    model = nn.Sequential(nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 4))
+    x = torch.randn(8, 16, requires_grad=True)
+    out = []
+    found = inductor.plans(lambda: out.append(torch.compile(model)(x)) or out[0].sum().backward())
+    assert len(found) == 2, "one plan forward, one backward"
+    torch.testing.assert_close(out[0], model(x))
+    torch.testing.assert_close(x.grad, torch.autograd.grad(model(x).sum(), x)[0])
+    if machine.compiler("cpu"):
+        torch.testing.assert_close(torch.compile(model)(x), model(x))
+
+
+# --- cold starts ------------------------------------------------------------------------------------------
+
+
+def test_a_start_that_hangs_or_fails_is_said(unit, monkeypatch, tmp_path):
+    import cold_start
+
+    with pytest.raises(RuntimeError, match=r"had not ended after 0.2 s, and was stopped"):
+        cold_start.run(tmp_path, timeout=0.2)
+    monkeypatch.setenv("CXX", NO_COMPILER["CXX"])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(RuntimeError, match=r"was to compile failed: .*No working C\+\+ compiler"):
+        cold_start.run(tmp_path, seconds=0.1)
+
+
+def test_the_benchmark_writes_its_section_with_a_stamp(monkeypatch, tmp_path, capsys):
+    starts = [
+        {"first_s": 9.0, "eager_s": 0.03, "compiled_s": 0.02},
+        {"first_s": 1.0, "eager_s": 0.03, "compiled_s": 0.02},
+    ]
+    lesson = {"run": lambda *_, **__: starts.pop(0), "elements": lambda: 2048}
+    monkeypatch.setattr(bench.runpy, "run_path", lambda path: lesson)
+    monkeypatch.setattr(machine, "compiler", lambda kind=None: "g++")
+    monkeypatch.setattr(sys, "argv", ["compile", "--out", str(tmp_path / "results.json")])
+    assert bench.main() == 0
+    section = json.loads((tmp_path / "results.json").read_text())["compile"]
+    assert {"stamp", "noisy", "rows"} == section.keys()
+    assert section["rows"][0]["break_even_steps"] == pytest.approx(900)
+    assert section["rows"][0]["break_even_steps_warm"] == pytest.approx(100)
+    assert results.load(tmp_path / "results.json")["compile"]["stamp"]["versions"]["torch"]
+    capsys.readouterr()
+
+
+def test_the_benchmark_says_that_there_is_no_compiler(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(machine, "compiler", lambda kind=None: None)
+    monkeypatch.setattr(sys, "argv", ["compile", "--out", str(tmp_path / "results.json")])
+    assert bench.main() == 2
+    assert "nothing to measure" in capsys.readouterr().err and not (tmp_path / "results.json").exists()
