@@ -130,6 +130,32 @@ def one_by_one(device, largest):
     return size or None
 
 
+def forever(device, largest):
+    """Where doubling fails, the same size again and again."""
+    put_back, size = memory()(device.training), 1
+    try:
+        while size < largest:
+            try:
+                size = 2 * device.train(size).batch_size
+            except checks.OutOfMemory:
+                continue
+    finally:
+        put_back()
+    return size
+
+
+def by_tenths(device, largest):
+    put_back, size, best = memory()(device.training), 1, None
+    try:
+        while size <= largest and device.train(size).memory <= 0.9:
+            best, size = size, size + 1 + size // 10
+    except checks.OutOfMemory:
+        pass
+    finally:
+        put_back()
+    return best
+
+
 def from_above(device, largest):
     """Start at the largest size and halve until one runs, as some tools do."""
     put_back, size = memory()(device.training), largest
@@ -160,7 +186,9 @@ def from_above(device, largest):
         (finder(restore="never"), ("leave the training's model changed",)),
         (finder(restore="at the end"), ("`finally`",)),
         (finder(catch=Exception), ("Catch checks.OutOfMemory alone",)),
-        (one_by_one, ("trials", "are allowed")),
+        (one_by_one, ("Does your search end?",)),
+        (forever, ("Does your search end?",)),
+        (by_tenths, ("trials", "are allowed")),
         (from_above, ("Look between the largest size that ran",)),
         (lambda device, largest: None, ("but a batch of 1 runs",)),
         (lambda device, largest: 64, ("never tried",)),

@@ -12,7 +12,7 @@ from torch import nn
 from speedlab.checks import check, expect
 
 MARGIN = 0.9
-GAIN = 1.05
+_PATIENCE = 100
 RULES = ("linear", "square root")
 CAUSES = ("overhead", "busy", "swapping")
 
@@ -90,6 +90,8 @@ class Device:
         """Train one step with this batch size. Raises OutOfMemory, in the middle of a step, where it does not fit."""
         if type(batch_size) is not int or batch_size < 1:
             raise ValueError(f"A batch size is a whole number from 1 on, not {batch_size!r}.")
+        expect(len(self.tried) < _PATIENCE, f"You make more than {_PATIENCE} trials on one device. "
+               "Does your search end? Double the size, then halve the gap.")  # fmt: skip
         self.tried.append(batch_size)
         used = self._memory(batch_size)
         if used > 1 or self._broken(batch_size):
