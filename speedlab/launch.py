@@ -2,23 +2,28 @@
 
 The processes are started by `python -m torch.distributed.run --standalone`, which gives each its rank and finds a
 free port. Between the caller and them stands a guard, which is this file run as a script: it ends the whole family
-when the pipe from the caller closes, whether the caller ran out of patience, was interrupted, or died.
+when the pipe from the caller closes, whether the caller ran out of patience, was interrupted, or died. Each rank is
+this file as well, which runs the given script.
 """
 
+import atexit
 import contextlib
 import os
 import re
+import runpy
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
+_RANK = "as-rank"
 # All ranks are on this machine: by its own interface they find each other whatever the host's name resolves to.
 _INTERFACE = {"linux": "lo", "darwin": "lo0"}
 
@@ -68,7 +73,7 @@ def run(
         command = [
             *(sys.executable, "-P", __file__, sys.executable, "-m", "torch.distributed.run", "--standalone"),
             *("--local-addr=127.0.0.1", f"--nproc-per-node={processes}", "--redirects=3", f"--log-dir={folder}"),
-            *(*options, str(script), *map(str, arguments)),
+            *(*options, __file__, _RANK, str(script), *map(str, arguments)),
         ]
         start = time.perf_counter()
         report = Path(folder, "launcher.txt")
@@ -186,6 +191,32 @@ def _guard(command: list[str]) -> int:
         return code
 
 
+def _rank(script: str, arguments: list[str]) -> int:
+    """Be one rank: run the script as Python would, and return the code to exit with."""
+    sys.path[0], sys.argv = str(Path(script).parent), [script, *arguments]
+    code: object = 0
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as end:
+        code = end.code
+    except BaseException as error:
+        trace = error.__traceback__
+        while trace and trace.tb_frame.f_code.co_filename != script:
+            trace = trace.tb_next
+        traceback.print_exception(error.with_traceback(trace))
+        code = 1
+    atexit._run_exitfuncs()
+    if not isinstance(code, int | None):
+        print(code, file=sys.stderr)
+        code = 1
+    sys.stdout.flush()
+    return code or 0
+
+
 if __name__ == "__main__":
+    if sys.argv[1] == _RANK:
+        # Python's own shutting down is left out: DDP keeps the group's threads alive, and one that lets go of a
+        # tensor meanwhile aborts the process (torch 2.15, pytorch issue 190489)
+        os._exit(_rank(sys.argv[2], sys.argv[3:]))
     # a daemon thread that reads standard input would make an ordinary exit wait for it
     os._exit(_guard(sys.argv[1:]))

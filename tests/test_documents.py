@@ -138,6 +138,7 @@ def test_every_notebook_stands_in_the_readme():
 def test_the_readmes_tables_are_what_notebooks_and_results_give():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert readme.render(text) == text, "run `python tools/readme.py`"
+    assert not list(filter(readme.draw_ladders.stale, readme.LADDERS)), "run `python tools/readme.py`"
 
 
 def test_every_picture_is_used_and_has_its_script():

@@ -119,6 +119,30 @@ def test_the_failing_rank_speaks_first_and_the_others_are_stopped(script, tmp_pa
     assert list(temporary.iterdir()) == []
 
 
+ENDING = """
+import atexit, os, sys
+class Thread:
+    def __del__(self):
+        os.abort()  # as a thread of gloo does that lets go of a tensor too late
+sys.kept = Thread()
+atexit.register(print, "registered")
+print(sys.argv[1:], os.path.basename(sys.path[0]) == os.path.basename(os.path.dirname(__file__)), end="; ")
+"""
+
+
+def test_a_rank_runs_what_was_registered_for_its_end_and_is_spared_pythons_shutting_down(tmp_path):
+    (tmp_path / "task.py").write_text(ENDING, encoding="utf-8")
+    assert launch.run(tmp_path / "task.py", 1, "a b").outputs == ("['a b'] True; registered\n",)
+
+
+@pytest.mark.parametrize(("end", "code", "said"), [("3", 3, ""), ("'no such thing'", 1, "no such thing")])
+def test_the_code_that_a_script_ends_with_is_the_ranks(end, code, said, tmp_path):
+    (tmp_path / "task.py").write_text(f"raise SystemExit({end})", encoding="utf-8")
+    with pytest.raises(launch.LaunchError, match=f"ended with exit code {code}") as caught:
+        launch.run(tmp_path / "task.py", 1)
+    assert said in caught.value.launched.errors[0]
+
+
 def test_ranks_that_hang_are_ended_when_time_runs_out(script, tmp_path, temporary):
     for timeout in (5, 10, 20, 40, 80):  # a busy machine may need longer to start them
         with pytest.raises(launch.LaunchError, match=f"had not ended after {timeout} s") as caught:

@@ -10,6 +10,12 @@ from pathlib import Path
 
 from notebooks import CLAIM, ROOT, find
 
+sys.path[:0] = [str(ROOT), str(ROOT / "images")]
+import draw_ladders  # noqa: E402
+
+from benchmarks.results import recorded  # noqa: E402
+from speedlab.display import seconds_text  # noqa: E402
+
 README = ROOT / "README.md"
 # Units that are not written yet, in their place of the numbering: folder name -> what it will show.
 PLANNED = {
@@ -69,10 +75,6 @@ def syllabus() -> str:
 
 def precision() -> str:
     """The table of step times by precision, from every results file that has them."""
-    sys.path.insert(0, str(ROOT))
-    from benchmarks.results import recorded
-    from speedlab.display import seconds_text
-
     rows = ["| machine | model, batch | precision | a step | against strict fp32 |", "|---|---|---|---:|---|"]
     for name, section in recorded("precision").items():
         stamp = section["stamp"]
@@ -89,10 +91,7 @@ def precision() -> str:
 
 
 def ladder(name: str) -> str:
-    """The table of one ladder, a row a rung, from every results file that has it; empty where none has."""
-    sys.path.insert(0, str(ROOT))
-    from benchmarks.results import recorded
-
+    """The picture and the table of one ladder, a row a rung, from every results file that has it; or nothing."""
     head = (
         "| machine | rung | a second | against strict fp32 | against TF32 | peak memory, predicted / measured "
         "| MFU, data sheet / measured product | still trains |"
@@ -102,8 +101,10 @@ def ladder(name: str) -> str:
         stamp = section["stamp"]
         noisy = ", noisy" if section["noisy"] else ""
         where = f"[{stamp['machine']}, {stamp['cores']} cores](results/{file}.json), {stamp['date']}{noisy}"
-        rows += [f"| {where} | {_rung(row)} |" for row in section["rows"]]
-    return "\n".join(rows) if len(rows) > 2 else ""
+        rows += [f"| {'' if i else where} | {_rung(row)} |" for i, row in enumerate(section["rows"])]
+    if len(rows) == 2:
+        return ""
+    return "\n".join([f"![{draw_ladders.alt(name)}](images/{draw_ladders.picture(name).name})", "", *rows])
 
 
 def _rung(row: dict) -> str:
@@ -140,6 +141,9 @@ def update() -> None:
     """Write the README's generated parts if they changed."""
     before = README.read_text(encoding="utf-8")
     after = render(before)
+    for name in filter(draw_ladders.stale, LADDERS):
+        draw_ladders.draw(name)
+        print(f"changed images/{draw_ladders.picture(name).name}")
     if before != after:
         README.write_text(after, encoding="utf-8", newline="\n")
         print("changed README.md")
@@ -148,7 +152,8 @@ def update() -> None:
 def main() -> None:
     if sys.argv[1:] == ["--check"]:
         text = README.read_text(encoding="utf-8")
-        if render(text) != text:
+        stale = render(text) != text
+        if stale or any(map(draw_ladders.stale, LADDERS)):
             raise SystemExit("The README's tables are stale: run `python tools/readme.py`.")
     else:
         update()

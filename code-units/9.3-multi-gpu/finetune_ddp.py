@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from finetuning import connect, parse, reviews
+from finetuning import connect, leave, parse, reviews
 from safetensors.torch import save_file
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -66,10 +66,10 @@ def main(argv: list[str]) -> dict:
     own_losses = losses.tolist()
     dist.all_reduce(losses)
     losses /= world_size
-    dist.destroy_process_group()
     own = {"own_losses": own_losses, "own_right": own_right, "sent": sent}
     return {"losses": losses.tolist(), "seen": seen, "right": right.tolist(), **own}
 
 
 if __name__ == "__main__":
     print(json.dumps(main(sys.argv[1:])))
+    leave()

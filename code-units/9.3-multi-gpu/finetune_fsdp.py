@@ -8,7 +8,7 @@ import sys
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from finetuning import connect, parse, reviews
+from finetuning import connect, leave, parse, reviews
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -75,9 +75,9 @@ def main(argv: list[str]) -> dict:
     report = {"fp32": train(args, device, MixedPrecisionPolicy(), None)}
     with machine.half_products(device):
         report["bf16"] = train(args, device, BF16, 5)
-    dist.destroy_process_group()
     return report
 
 
 if __name__ == "__main__":
     print(json.dumps(main(sys.argv[1:])))
+    leave()

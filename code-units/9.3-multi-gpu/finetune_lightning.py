@@ -8,7 +8,7 @@ import warnings
 
 import lightning as L
 import torch
-from finetuning import parse, reviews
+from finetuning import leave, parse, reviews
 from torch.utils.data import DataLoader
 
 from speedlab import machine, models
@@ -60,9 +60,9 @@ def main(argv: list[str]) -> dict:
     sampler = type(trainer.train_dataloader.sampler).__name__
     found = trainer.test(module, DataLoader(test_rows, 100, collate_fn=collate), verbose=False)
     losses = trainer.strategy.reduce(torch.stack(module.losses), reduce_op="mean")
-    torch.distributed.destroy_process_group()
     return {"losses": losses.tolist(), "sampler": sampler, "accuracy": found[0]["accuracy"]}
 
 
 if __name__ == "__main__":
     print(json.dumps(main(sys.argv[1:])))
+    leave()

@@ -4,10 +4,9 @@ import json
 import sys
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from finetune_fsdp import shard
-from finetuning import connect
+from finetuning import connect, leave
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -30,9 +29,9 @@ def main(folder: str) -> dict:
         "numel": sum(p.to_local().numel() for p in model.parameters()),
         "steps": sorted({int(state["step"]) for state in optimizer.state.values()}),
     }
-    dist.destroy_process_group()
     return report
 
 
 if __name__ == "__main__":
     print(json.dumps(main(sys.argv[1])))
+    leave()

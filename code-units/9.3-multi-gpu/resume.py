@@ -10,7 +10,7 @@ from pickle import UnpicklingError
 
 import torch
 import torch.distributed as dist
-from finetuning import connect
+from finetuning import connect, leave
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -69,7 +69,6 @@ def main(argv: list[str]) -> dict:
             save(args.folder, step, state)
             if step == args.die_writing and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
                 tear(args.folder / f"step-{step:04}.pt")
-    dist.destroy_process_group()
     node, attempt = (int(os.environ[name]) for name in ("GROUP_RANK", "TORCHELASTIC_RESTART_COUNT"))
     return {"rank": rank, "node": node, "attempt": attempt, "losses": losses}
 
@@ -82,3 +81,4 @@ def tear(path: Path) -> None:
 
 if __name__ == "__main__":
     sys.stdout.write(json.dumps(main(sys.argv[1:])) + "\n")  # one write: the ranks of a node share their output
+    leave()
