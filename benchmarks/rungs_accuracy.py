@@ -193,7 +193,8 @@ def steps_to_target(recipe: Recipe, device: torch.device, scale: str, seed: int)
     """
     machine.seed_everything(seed)
     run = training(recipe, device, scale, batches(recipe, device, scale))
-    pixels, labels = (part.to(device) for part in pictures(128 if scale == "tiny" else VALIDATION, seed=2))
+    # the recipe was chosen on the pictures of seed 2
+    pixels, labels = (part.to(device) for part in pictures(128 if scale == "tiny" else VALIDATION, seed=3))
     images, reached = normalised(pixels), 0.0
     look = max(1, run.steps_an_epoch // 4)
     while run.taken < run.steps:
