@@ -170,9 +170,8 @@ def blank(settings: Settings, device: torch.device, rows: int, width: int = 0) -
 def training(settings: Settings, device: torch.device, scale: str, stream: Iterator[Batch]) -> Training:
     """The loop of these settings on `device`, fed from `stream`."""
     body = network(settings, scale)
-    # one block is compiled and serves all twelve; a GPU gains from seeing the whole model at once
-    # A GPU gains from seeing the whole model at once. On a CPU the MLP of a block is compiled, which serves all twelve:
-    # compiled whole, a block's packed attention has gradients that are not numbers in bf16 (torch 2.15).
+    # A GPU gains from seeing the whole model at once. On a CPU one MLP is compiled and serves all twelve blocks:
+    # compiled with it, their packed attention has gradients that are not numbers in bf16 (torch 2.15).
     regional = [layer.mlp for layer in body.encoder.layers] if device.type == "cpu" else None
     return Training(settings, device, _Images(body), stream, lr=1e-4, regional=regional)
 
