@@ -1,0 +1,57 @@
+"""What notebook 2 draws of its searches, and the fingerprint by which it sees that they left no trace."""
+
+import hashlib
+import random
+
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+from torch.utils._pytree import tree_leaves
+from under_limit import Outcome
+
+from speedlab import plots
+
+
+def digest(model: torch.nn.Module, *others) -> str:
+    """A hash of every bit of the parts' state, of gradients and flags, and of all generators of random numbers."""
+    modes = [module.training for module in model.modules()]
+    tree = [part.state_dict() for part in (model, *others)], [p.grad for p in model.parameters()], modes
+    numbers = random.getstate(), np.random.get_state(), torch.get_rng_state(), torch.cuda.get_rng_state_all()
+    leaves = [leaf.cpu().numpy() if isinstance(leaf, torch.Tensor) else leaf for leaf in tree_leaves((tree, numbers))]
+    raw = [leaf.tobytes() if isinstance(leaf, np.ndarray) else repr(leaf).encode() for leaf in leaves]
+    return hashlib.sha256(b"|".join(raw)).hexdigest()
+
+
+def outcomes_figure(outcomes: dict[str, Outcome]) -> Figure:
+    """Searches side by side: the sizes in the order of the trials, and a line at what was returned."""
+    fig, axes = plots.figure(10, 3.2, columns=len(outcomes), sharey=True)
+    for ax, (name, outcome) in zip(axes, outcomes.items(), strict=True):
+        for place, size in enumerate(outcome.begun, 1):
+            _mark(ax, place, size, size in outcome.ran)
+        if outcome.returned:
+            ax.axhline(outcome.returned, color="black", linewidth=1, linestyle=":")
+        ax.set_yscale("log", base=2)
+        ax.yaxis.set_major_formatter("{x:.0f}")
+        ax.set(xlabel="trial", title=f"{name}: returns {outcome.returned}")
+    axes[0].set_ylabel("batch (X: out of memory)")
+    return fig
+
+
+def trials_figure(seen: dict, chosen: int, rates: dict[int, float], wall: float, title: str) -> Figure:
+    """What a search saw, over the device's curve {size: samples a second}; `wall` is the largest size that fits."""
+    fig, ax = plots.figure(7, 3)
+    ax.plot(list(rates), list(rates.values()), color=plots.COLOURS[0], linewidth=1)
+    for size, (rate, _) in seen.items():
+        _mark(ax, size, rate, rate > 0)
+    ax.axvline(chosen, color="black", linewidth=1)
+    if wall < max(rates):
+        ax.axvspan(wall, max(rates), color="0.9")
+    ax.set_xscale("log", base=2)
+    ax.xaxis.set_major_formatter("{x:.0f}")
+    ax.set(xlim=(0.9, max(rates)), xlabel="batch (X: out of memory; grey: does not fit; line: chosen)",
+           ylabel="samples a second", title=title)  # fmt: skip
+    return fig
+
+
+def _mark(ax, x: float, y: float, works: bool) -> None:
+    ax.plot(x, y, "o" if works else "X", color=plots.COLOURS[2 if works else 5], markersize=8)
