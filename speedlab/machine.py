@@ -170,7 +170,7 @@ def peak_flops(dtype: str = "fp32") -> float:
     """
     where = device()
     size = (8192 if where.type == "cuda" else 1024) if is_fast(dtype) else _PROBE_SIZE
-    return 2 * size**3 / _product_seconds(DTYPES[dtype], size, where, synchronised_clock(where))
+    return 2 * size**3 / _product_seconds(DTYPES[dtype], size, where, synchronised_clock(where), patience=0.5)
 
 
 @functools.cache
@@ -179,7 +179,7 @@ def copy_bandwidth() -> float:
     where = device()
     source = torch.ones((2**30 if where.type == "cuda" else 2**26) // 4, device=where)
     target = torch.empty_like(source)
-    return 2 * source.nbytes / _best(lambda: target.copy_(source), synchronised_clock(where))
+    return 2 * source.nbytes / _best(lambda: target.copy_(source), synchronised_clock(where), patience=0.5)
 
 
 @functools.cache
@@ -322,16 +322,20 @@ def _widen(value: object) -> object:
     return value.float() if _is_half(value) else value
 
 
-def _product_seconds(dtype: torch.dtype, size: int, where: torch.device, clock: Callable[[], float]) -> float:
+def _product_seconds(
+    dtype: torch.dtype, size: int, where: torch.device, clock: Callable[[], float], patience: float = 0.0
+) -> float:
     # random numbers: zeros and ones draw less power and can run faster than real data
     a = torch.randn(size, size, device=where).to(dtype)
-    return _best(lambda: a @ a, clock)
+    return _best(lambda: a @ a, clock, patience)
 
 
-def _best(work: Callable[[], object], clock: Callable[[], float], repeats: int = 7) -> float:
+def _best(work: Callable[[], object], clock: Callable[[], float], patience: float) -> float:
+    """The shortest of seven runs, or of as many as fit into `patience` seconds: a busy moment should not decide."""
     work()
-    best = float("inf")
-    for _ in range(repeats):
+    best, begin, runs = float("inf"), clock(), 0
+    while runs < 7 or clock() - begin < patience:
+        runs += 1
         start = clock()
         work()
         best = min(best, clock() - start)
