@@ -51,10 +51,20 @@ def stale(name: str) -> bool:
 
 
 def alt(name: str) -> str:
-    """The picture in words: each machine's speed-up at the last rung that does the same task as the start."""
-    ends = {where: [row for row in rows if not row["apart"]][-1] for where, rows in measured(name).items()}
-    said = "; ".join(f"{row['speedup']:.2f} times as fast on {where}" for where, row in ends.items())
-    return f"Bar chart of a ladder. {TASKS[name]}: at its top {said}."
+    """The picture in words: each machine's best speed-up at a rung that trains, at the same task as the start."""
+    tops = {where: max(map(_counts, rows)) for where, rows in measured(name).items()}
+    said = "; ".join(f"{speedup:.2f} times as fast on {where}" for where, speedup in tops.items())
+    return f"Bar chart of a ladder. {TASKS[name]}: at best {said}."
+
+
+def _counts(row: dict) -> float:
+    return row["speedup"] if row["trains"] and not row["apart"] else 0.0
+
+
+def _remark(row: dict) -> str:
+    if not row["trains"]:
+        return "\n(does not train)"
+    return "\n(another task)" if row["apart"] else ""
 
 
 def draw(name: str) -> None:
@@ -62,7 +72,7 @@ def draw(name: str) -> None:
     height = 1.3 + 0.42 * max(map(len, machines.values()))
     shown, axes = plots.figure(8.5 * len(machines), height, columns=len(machines))
     for ax, (where, rows) in zip(numpy.atleast_1d(axes), machines.items(), strict=True):
-        named = {row["rung"] + ("\n(another task)" if row["apart"] else ""): row for row in rows}
+        named = {f"{row['rung']}{_remark(row)}": row for row in rows}
         plots.bars(
             ax,
             {rung: row["speedup"] for rung, row in named.items()},

@@ -384,7 +384,8 @@ def test_every_ladder_of_this_machine_has_a_table_that_says_what_the_file_says(t
     monkeypatch.setattr(results, "FOLDER", tmp_path)
     table, found = readme.ladder("vit"), rows(out)
     shown, _, head, _, *lines = table.splitlines()
-    assert "images/ladder-vit.png" in shown and f"{found['no host syncs']['speedup']:.2f} times" in shown
+    best = max(found[name]["speedup"] for name in ("strict fp32", "no host syncs"))
+    assert "images/ladder-vit.png" in shown and f"{best:.2f} times" in shown
     assert "a-machine.json" in lines[0] and "against strict fp32" in head
     assert len(lines) == 3 and "not run" in lines[1] and found["TF32"]["skipped"] in lines[1]
     assert f"{found['no host syncs']['speedup']:.2f}x" in lines[2]
@@ -393,11 +394,12 @@ def test_every_ladder_of_this_machine_has_a_table_that_says_what_the_file_says(t
 
 def test_a_picture_of_other_results_is_stale_and_drawn_anew(tmp_path, monkeypatch):
     chart, name = readme.draw_ladders, "vit"
-    row = {"rung": "a", "apart": False, "speedup": 2.5, "speedup_low": 2.25, "speedup_high": 2.75}
+    row = {"rung": "a", "apart": False, "trains": True, "speedup": 2.5, "speedup_low": 2.25, "speedup_high": 2.75}
     monkeypatch.setattr(results, "FOLDER", tmp_path)
     monkeypatch.setattr(chart, "HERE", tmp_path)
     assert not chart.stale(name)
-    for rows_now in ([row], [row, {**row, "rung": "b", "apart": True}]):
+    others = {**row, "rung": "b", "apart": True, "speedup": 9}, {**row, "rung": "c", "trains": False, "speedup": 9}
+    for rows_now in ([row], [row, *others]):
         results.record("ladder-vit", rows_now, tmp_path / "a-machine.json")
         assert chart.stale(name)
         chart.draw(name)

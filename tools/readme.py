@@ -19,13 +19,6 @@ from speedlab.display import seconds_text  # noqa: E402
 README = ROOT / "README.md"
 # Units that are not written yet, in their place of the numbering: folder name -> what it will show.
 PLANNED = {
-    "9.2-parallelism": "data, tensor, pipeline and sequence parallelism by hand, on real processes",
-    "9.3-multi-gpu": "DDP and FSDP, what scaling costs, and what to do when a rank dies",
-    "9.4-compile": "torch.compile: what it does, when it breaks even, graph breaks",
-    "9.5-batch-size-finder": "throughput and batch size, finding it, what it does to learning",
-    "9.6-memory": "where memory goes, gradient accumulation, gradient checkpointing",
-    "9.7-data-pipeline": "workers, pinning, bucketing, offloading the input pipeline",
-    "9.8-fabric": "one vision transformer from plain PyTorch to Fabric, bf16 and FSDP",
     "9.9-smaller-models": "schedules, selective backprop, quantization, pruning, distillation",
     "capstone": "all of it together, and on your own model",
 }
