@@ -240,6 +240,7 @@ def test_the_failed_step_is_freed_before_the_next_trial(lesson):
             True,
         ),
         (RuntimeError("std::bad_alloc"), True),
+        (RuntimeError("could not create a primitive"), True),  # oneDNN, when its allocation fails
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"), True),
         (MemoryError(), True),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),

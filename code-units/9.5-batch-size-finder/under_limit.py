@@ -147,6 +147,8 @@ def obey(order: dict) -> int:
     def note(word: str, value: object) -> None:
         print(json.dumps({word: value}), flush=True)
 
+    # short of memory, oneDNN says that it "could not create a primitive", which Lightning takes for another error
+    torch.backends.mkldnn.set_flags(False)
     names: dict = {}
     exec(compile(order["source"], "<notebook>", "exec"), names)
     # libraries, threads and the room on the heap are not the function's to pay for
