@@ -20,7 +20,17 @@ from torch.utils.data import DataLoader, Dataset
 from benchmarks import racing
 from benchmarks import training as loops
 from benchmarks.pictures import CLASSES, SIZE, pictures
-from benchmarks.training import Batch, Rung, Settings, Training, endless
+from benchmarks.training import (
+    FUSED,
+    MEMORY_KEPT,
+    NO_HOST_SYNCS,
+    TF32,
+    Batch,
+    Rung,
+    Settings,
+    Training,
+    endless,
+)
 from speedlab import machine
 
 UNIT = "images"
@@ -52,19 +62,18 @@ def rungs(device: torch.device, scale: str) -> tuple[Rung, ...]:
     larger = 64
     return (
         Rung("strict fp32", "batch 16, Adam at 0.001 throughout, a metric read every batch, one image at a time"),
-        Rung("TF32", "matrix products round their fp32 inputs to 10 bits of mantissa", {"tf32": True}, ("cuda",)),
-        Rung("no host syncs", "the metric stays on the device until the end", {"host_metric": False}),
+        TF32,
+        NO_HOST_SYNCS,
         Rung("data on the device", "the images stay there as bytes and are augmented a batch at a time",
              {"resident": True}),
-        Rung("fused optimizer", "Adam in one pass over each weight instead of a dozen", {"fused": True}),
+        FUSED,
         Rung("channels-last", "convolutions in the layout that their kernels use", {"channels_last": True}),
         Rung("bf16 autocast", "convolutions in bf16, weights in fp32", {"autocast": True}, ("bf16",)),
         Rung("larger batch", f"batch {larger}, and the learning rate grown with its square root",
              {"batch": larger, "lr": 1e-3 * math.sqrt(larger / 16)}),
         Rung("one-cycle schedule", f"up to a learning rate of 0.008 and down to nothing, within {short} epochs",
              {"one_cycle": True, "lr": 0.008, "epochs": short}),
-        Rung("memory kept", "the C library keeps what a step frees: the next one need not fetch new pages from the "
-             "system", {"keep_memory": True}, ("cpu", "glibc")),
+        MEMORY_KEPT,
         Rung("pool before ReLU", "the same function on a quarter of the numbers: the largest ReLU is the ReLU of the "
              "largest", {"pool_first": True}),
         Rung("compile", "pointwise operations are fused into one pass; the seconds of compiling are listed apart",

@@ -7,7 +7,23 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from benchmarks.training import Batch, Rung, Settings, Training, counted, endless, step_flops
+from benchmarks.training import (
+    AUTOCAST,
+    BF16_WEIGHTS,
+    FUSED,
+    MEMORY_KEPT,
+    NO_HOST_SYNCS,
+    PLAIN_ATTENTION,
+    TF32,
+    Batch,
+    Rung,
+    Settings,
+    Training,
+    counted,
+    endless,
+    larger_batch,
+    step_flops,
+)
 from speedlab import machine, models
 
 UNIT = "real tokens"
@@ -30,42 +46,22 @@ def rungs(device: torch.device, scale: str) -> tuple[Rung, ...]:
     larger = 8 if scale == "tiny" else 192
     return (
         Rung("strict fp32", "all reviews padded to 512 tokens, batch 12, Adam, a metric read every batch"),
-        Rung("TF32", "matrix products round their fp32 inputs to 10 bits of mantissa", {"tf32": True}, ("cuda",)),
-        Rung("no host syncs", "the metric stays on the device until the end", {"host_metric": False}),
+        TF32,
+        NO_HOST_SYNCS,
         Rung("dynamic padding", "each batch is padded to its own longest review", {"padding": "batch"}),
         Rung("length bucketing", "a batch holds reviews of about the same length", {"padding": "buckets"}),
-        Rung("bf16 autocast", "matrix products in bf16, weights in fp32", {"autocast": True}, ("bf16",)),
-        Rung(
-            "attention as products",
-            "the CPU's fused attention has a slow backward pass in bf16; two products and a softmax do not",
-            {"plain_attention": True},
-            ("cpu", "bf16"),
-        ),
-        Rung("fused optimizer", "Adam in one pass over each weight instead of a dozen", {"fused": True}),
-        Rung(
-            "memory kept",
-            "the C library keeps what a step frees: the next one need not fetch new pages from the system",
-            {"keep_memory": True},
-            ("cpu", "glibc"),
-        ),
-        Rung(
-            "larger batch",
-            f"batch {larger}: the optimizer's pass over the weights serves more",
-            {"batch": larger},
-            ("cuda",),
-        ),
+        AUTOCAST,
+        PLAIN_ATTENTION,
+        FUSED,
+        MEMORY_KEPT,
+        larger_batch(larger),
         Rung(
             "compile, bucketed shapes",
             "pointwise operations and dropout are fused into one pass; lengths are rounded up to few shapes",
             {"compiled": True},
             ("compiler",),
         ),
-        Rung(
-            "bf16 weights, fp32 master",
-            "no casting of weights and gradients in the step, and a residual stream of half the bytes",
-            {"autocast": False, "master": True},
-            ("bf16",),
-        ),
+        BF16_WEIGHTS,
     )
 
 

@@ -10,7 +10,23 @@ from torch.utils.data import DataLoader, Dataset
 from torchvision.models.vision_transformer import VisionTransformer
 
 from benchmarks.pictures import CLASSES, pictures
-from benchmarks.training import Batch, Rung, Settings, Training, counted, endless, step_flops
+from benchmarks.training import (
+    AUTOCAST,
+    BF16_WEIGHTS,
+    FUSED,
+    MEMORY_KEPT,
+    NO_HOST_SYNCS,
+    PLAIN_ATTENTION,
+    TF32,
+    Batch,
+    Rung,
+    Settings,
+    Training,
+    counted,
+    endless,
+    larger_batch,
+    step_flops,
+)
 from speedlab import machine, models
 
 UNIT = "images"
@@ -28,38 +44,18 @@ def rungs(device: torch.device, scale: str) -> tuple[Rung, ...]:
     smaller = 16 if scale == "tiny" else 112
     return (
         Rung("strict fp32", "batch 16, Adam, a metric read every batch, one image loaded at a time"),
-        Rung("TF32", "matrix products round their fp32 inputs to 10 bits of mantissa", {"tf32": True}, ("cuda",)),
-        Rung("no host syncs", "the metric stays on the device until the end", {"host_metric": False}),
-        Rung("fused optimizer", "Adam in one pass over each weight instead of a dozen", {"fused": True}),
+        TF32,
+        NO_HOST_SYNCS,
+        FUSED,
         Rung("channels-last", "the patch embedding's convolution in its own layout", {"channels_last": True}),
-        Rung("bf16 autocast", "matrix products in bf16, weights in fp32", {"autocast": True}, ("bf16",)),
-        Rung(
-            "attention as products",
-            "the CPU's fused attention has a slow backward pass in bf16; two products and a softmax do not",
-            {"plain_attention": True},
-            ("cpu", "bf16"),
-        ),
-        Rung(
-            "memory kept",
-            "the C library keeps what a step frees: the next one need not fetch new pages from the system",
-            {"keep_memory": True},
-            ("cpu", "glibc"),
-        ),
-        Rung(
-            "larger batch",
-            f"batch {larger}: the optimizer's pass over the weights serves more",
-            {"batch": larger},
-            ("cuda",),
-        ),
+        AUTOCAST,
+        PLAIN_ATTENTION,
+        MEMORY_KEPT,
+        larger_batch(larger),
         Rung("data on the device", "the images stay there as bytes and are enlarged a batch at a time",
              {"resident": True}),
         Rung("compile", "pointwise operations are fused into one pass", {"compiled": True}, ("compiler",)),
-        Rung(
-            "bf16 weights, fp32 master",
-            "no casting of weights and gradients in the step, and a residual stream of half the bytes",
-            {"autocast": False, "master": True},
-            ("bf16",),
-        ),
+        BF16_WEIGHTS,
         Rung(
             f"smaller images, {smaller} pixels",
             "another task: a quarter of the patches, so a quarter of the work and less to see",

@@ -54,6 +54,37 @@ class Rung:
     apart: bool = False
 
 
+# Rungs that several ladders climb; each is the same change everywhere.
+TF32 = Rung("TF32", "matrix products round their fp32 inputs to 10 bits of mantissa", {"tf32": True}, ("cuda",))
+NO_HOST_SYNCS = Rung("no host syncs", "the metric stays on the device until the end", {"host_metric": False})
+FUSED = Rung("fused optimizer", "Adam in one pass over each weight instead of a dozen", {"fused": True})
+AUTOCAST = Rung("bf16 autocast", "matrix products in bf16, weights in fp32", {"autocast": True}, ("bf16",))
+PLAIN_ATTENTION = Rung(
+    "attention as products",
+    "the CPU's fused attention has a slow backward pass in bf16; two products and a softmax do not",
+    {"plain_attention": True},
+    ("cpu", "bf16"),
+)
+MEMORY_KEPT = Rung(
+    "memory kept",
+    "the C library keeps what a step frees: the next one need not fetch new pages from the system",
+    {"keep_memory": True},
+    ("cpu", "glibc"),
+)
+BF16_WEIGHTS = Rung(
+    "bf16 weights, fp32 master",
+    "no casting of weights and gradients in the step, and a residual stream of half the bytes",
+    {"autocast": False, "master": True},
+    ("bf16",),
+)
+
+
+def larger_batch(batch: int) -> Rung:
+    """The rung that grows the batch to this size and leaves the learning rate; for a GPU."""
+    why = f"batch {batch}: the optimizer's pass over the weights serves more"
+    return Rung("larger batch", why, {"batch": batch}, ("cuda",))
+
+
 class MasterAdam(torch.optim.Adam):
     """Adam for bf16 weights: it keeps an fp32 master of each, updates that, and rounds it into the weight.
 
