@@ -248,7 +248,7 @@ def climb(start: Settings, rungs: tuple[Rung, ...], lacking: Callable[[Rung], st
 def lacking(rung: Rung, device: torch.device) -> str:
     """The sentence that says why this machine leaves `rung` out, or nothing."""
     if "cuda" in rung.needs and device.type != "cuda":
-        return "TF32 is a format of CUDA GPUs" if "tf32" in rung.changes else "it gained nothing on the CPUs tried"
+        return "TF32 is a format of CUDA GPUs" if "tf32" in rung.changes else "this rung is climbed on a GPU only"
     if "cpu" in rung.needs and device.type != "cpu":
         return "a GPU's fused attention is fast in bf16 as it is"
     if "glibc" in rung.needs and (device.type != "cpu" or platform.libc_ver()[0] != "glibc"):

@@ -8,7 +8,6 @@ import json
 import sys
 from pathlib import Path
 
-import numpy
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
@@ -61,26 +60,8 @@ def _counts(row: dict) -> float:
     return row["speedup"] if row["trains"] and not row["apart"] else 0.0
 
 
-def _remark(row: dict) -> str:
-    if not row["trains"]:
-        return "\n(does not train)"
-    return "\n(another task)" if row["apart"] else ""
-
-
 def draw(name: str) -> None:
-    machines = measured(name)
-    height = 1.3 + 0.42 * max(map(len, machines.values()))
-    shown, axes = plots.figure(8.5 * len(machines), height, columns=len(machines))
-    for ax, (where, rows) in zip(numpy.atleast_1d(axes), machines.items(), strict=True):
-        named = {f"{row['rung']}{_remark(row)}": row for row in rows}
-        plots.bars(
-            ax,
-            {rung: row["speedup"] for rung, row in named.items()},
-            spread={rung: (row["speedup_low"], row["speedup_high"]) for rung, row in named.items()},
-            title=f"{TASKS[name]}\n{where}",
-            label="times as fast as the strict-fp32 start, median and middle half",
-            form="{:.2f}x",
-        )
+    shown, _ = plots.ladder(measured(name), TASKS[name])
     picture(name).write_bytes(plots.png(shown))
     mark = PngInfo()
     mark.add_text("Fingerprint", fingerprint(name))

@@ -31,11 +31,11 @@ _STYLE = {
 }
 
 
-def figure(width: float = 7.0, height: float = 3.2, columns: int = 1, **layout) -> tuple[Figure, Axes]:
-    """An empty figure in the house style, in inches; with `columns` > 1, an array of axes side by side."""
+def figure(width: float = 7.0, height: float = 3.2, columns: int = 1, rows: int = 1, **layout) -> tuple[Figure, Axes]:
+    """An empty figure in the house style, in inches; with several `columns` or `rows`, an array of axes."""
     with matplotlib.rc_context(_STYLE):
         shown = Figure(figsize=(width, height), layout="constrained")
-        return shown, shown.subplots(1, columns, **layout)
+        return shown, shown.subplots(rows, columns, **layout)
 
 
 def show(shown: Figure, alt: str) -> None:
@@ -103,20 +103,33 @@ def comparison(result: Comparison, title: str) -> None:
     show(shown, f"Bar chart of median times. {title}. {medians}.")
 
 
-def ladder(rows: Sequence[Mapping], title: str) -> None:
-    """Show the rows of a ladder, as results/ holds them, as bars of speed-ups; rungs that were not run have none."""
-    named = {row["rung"] + ("\n(another task)" if row["apart"] else ""): row for row in rows if "skipped" not in row}
-    shown, ax = figure(height=0.9 + 0.42 * len(named))
-    bars(
-        ax,
-        {name: row["speedup"] for name, row in named.items()},
-        spread={name: (row["speedup_low"], row["speedup_high"]) for name, row in named.items()},
-        title=title,
-        label="times as fast as the strict-fp32 start, median and middle half (longer is better)",
-        form="{:.2f}x",
-    )
-    said = "; ".join(f"{name}: {row['speedup']:.2f}x".replace("\n", " ") for name, row in named.items())
-    show(shown, f"Bar chart of speed-ups against strict fp32. {title}. {said}.")
+def ladder(machines: Mapping[str, Sequence[Mapping]], title: str) -> tuple[Figure, str]:
+    """A ladder's speed-ups as bars, a panel a machine, and the same in words for the alt text.
+
+    `machines` holds rows as results/ has them, by the machine's name; rungs that were not run get no bar.
+    """
+    named = {where: {_rung(row): row for row in rows if "skipped" not in row} for where, rows in machines.items()}
+    heights = [1.3 + 0.42 * len(rows) for rows in named.values()]
+    shown, axes = figure(8.5, sum(heights), rows=len(named), squeeze=False, height_ratios=heights)
+    said = []
+    for ax, (where, rows) in zip(axes[:, 0], named.items(), strict=True):
+        bars(
+            ax,
+            {name: row["speedup"] for name, row in rows.items()},
+            spread={name: (row["speedup_low"], row["speedup_high"]) for name, row in rows.items()},
+            title=f"{title}\n{where}",
+            label="times as fast as the strict-fp32 start, median and middle half (longer is better)",
+            form="{:.2f}x",
+        )
+        listed = "; ".join(f"{name}: {row['speedup']:.2f}x".replace("\n", " ") for name, row in rows.items())
+        said.append(f"{where}: {listed}.")
+    return shown, f"Bar chart of speed-ups against strict fp32. {title}. {' '.join(said)}"
+
+
+def _rung(row: Mapping) -> str:
+    if not row["trains"]:
+        return f"{row['rung']}\n(does not train)"
+    return f"{row['rung']}\n(another task)" if row["apart"] else row["rung"]
 
 
 def curves(

@@ -179,7 +179,7 @@ def test_a_run_beside_other_work_is_marked_noisy(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("needs", "sentence"),
-    [("bf16", "no fast hardware"), ("compiler", "no compiler here"), ("cuda", "gained nothing")],
+    [("bf16", "no fast hardware"), ("compiler", "no compiler here"), ("cuda", "on a GPU only")],
 )
 def test_what_is_lacking_is_said(needs, sentence, monkeypatch):
     monkeypatch.setattr(training.machine, "is_fast", lambda dtype: False)
@@ -407,15 +407,13 @@ def test_a_picture_of_other_results_is_stale_and_drawn_anew(tmp_path, monkeypatc
     assert "2.50 times" in chart.alt(name)
 
 
-def test_the_bar_chart_shows_the_measured_rungs_and_says_their_speed_ups(monkeypatch):
+def test_the_bar_chart_shows_the_measured_rungs_of_every_machine_and_says_their_speed_ups():
     from speedlab import plots
 
-    shown = []
-    monkeypatch.setattr(plots, "show", lambda figure, alt: shown.append((figure, alt)))
-    measured = {"apart": False, "speedup": 2.5, "speedup_low": 2.25, "speedup_high": 2.75}
+    measured = {"apart": False, "trains": True, "speedup": 2.5, "speedup_low": 2.25, "speedup_high": 2.75}
     skipped = {"rung": "TF32", "apart": False, "skipped": "no GPU"}
-    plots.ladder([{"rung": "a", **measured}, skipped, {"rung": "b", **measured, "apart": True}], "A ladder")
-    (figure, alt), *others = shown
-    names = [label.get_text() for label in figure.axes[0].get_yticklabels()]
-    assert names == ["a", "b\n(another task)"] and not others
-    assert "a: 2.50x; b (another task): 2.50x" in alt and "TF32" not in alt
+    here = [{"rung": "a", **measured}, skipped, {"rung": "b", **measured, "apart": True}]
+    figure, alt = plots.ladder({"here": here, "there": [{"rung": "c", **measured, "trains": False}]}, "A ladder")
+    names = [[label.get_text() for label in ax.get_yticklabels()] for ax in figure.axes]
+    assert names == [["a", "b\n(another task)"], ["c\n(does not train)"]]
+    assert "here: a: 2.50x; b (another task): 2.50x. there: c (does not train): 2.50x" in alt and "TF32" not in alt
