@@ -38,6 +38,10 @@ class Session:
     def proof_steps(self) -> int:
         return 20 if self.device.type == "cuda" else 4
 
+    def proof_samples(self, batch: int) -> int:
+        """Samples that the proof trains on: a CPU would spend minutes a rung on a whole batch."""
+        return batch if self.device.type == "cuda" else min(4, batch)
+
     def specified_flops(self) -> float | None:
         """The device's dense bf16 peak by its data sheet, or None where it is not known."""
         if self.device.type != "cuda":
@@ -71,7 +75,7 @@ class Ladder:
             self._start_seconds = self.warm_up(self._start)
         held = self.reset_memory()
         run = self.build(settings)
-        before, loss, first = self.prove(settings, run)
+        before, loss, extra = self.prove(settings, run)
         seconds = self.warm_up(run)
         if not start_row:
             self._start, self._start_seconds = run, seconds
@@ -83,13 +87,13 @@ class Ladder:
             "memory_predicted": predicted,
             "memory_measured": memory,
             "memory_note": "" if memory else NO_CPU_PEAK,
-            "compile_s": max(0.0, first - seconds) if settings.compiled else 0.0,
+            "compile_s": max(0.0, extra) if settings.compiled else 0.0,
             "split": self.split(run),
             "loss_before": before,
             "loss": loss,
             "loss_start": start_loss,
             "margin": MARGIN,
-            "trains": loss < before and loss < start_loss + MARGIN,
+            "trains": loss < before and loss < start_loss + MARGIN and finite(run.model),
         }
 
     def predict(self, settings: Settings) -> int:
@@ -121,22 +125,22 @@ class Ladder:
         return f"it needs about {predicted * 1.2 / 1e9:.1f} GB, and {free / 1e9:.1f} GB is free"
 
     def prove(self, settings: Settings, run: Training) -> tuple[float, float, float]:
-        """The loss on a fixed batch before and after a few steps on it, and the seconds of the first of them.
+        """The loss on a few fixed samples before and after some steps on them, and the first step's extra seconds.
 
-        A larger batch holds the same samples several times over, so that its gradient is the same; the loss is read
-        without dropout. Whether a larger batch learns as well from new samples is what the ladder to-accuracy asks.
+        On a GPU a larger batch holds the same samples several times over, so that its gradient is the same; the loss
+        is read without dropout. Whether a larger batch learns as well from new samples is what to-accuracy asks.
         """
-        device, scale = self.session.device, self.session.scale
-        batch = self.module.proof_batch(settings, device, scale, self.settings.batch)
-        whole = repeated(batch, settings.batch // self.settings.batch)
-        before = run.evaluate(batch)
+        session, usual = self.session, self.settings.batch
+        samples = session.proof_samples(usual)
+        batch = self.module.proof_batch(settings, session.device, session.scale, samples)
+        whole = repeated(batch, settings.batch // usual) if samples == usual else batch
+        before, seconds = run.evaluate(batch), []
         with run.numerics():
-            begin = self.clock()
-            run.step(whole)
-            first = self.clock() - begin
-            for _ in range(self.session.proof_steps - 1):
+            for _ in range(session.proof_steps):
+                begin = self.clock()
                 run.step(whole)
-        return before, run.evaluate(batch), first
+                seconds.append(self.clock() - begin)
+        return before, run.evaluate(batch), seconds[0] - seconds[-1]
 
     def warm_up(self, run: Training) -> float:
         """Seconds of a step, after enough steps that the last one is warm."""
@@ -220,6 +224,11 @@ class Ladder:
     def memory_since(self, held: int) -> int | None:
         """Peak bytes that the GPU's allocator gave out beyond `held`; None on a CPU, which keeps no such count."""
         return torch.cuda.max_memory_allocated() - held if self.session.device.type == "cuda" else None
+
+
+def finite(model: torch.nn.Module) -> bool:
+    """Whether every parameter is a number still: the race trains on, at full batches, after the proof."""
+    return all(bool(weight.isfinite().all()) for weight in model.parameters())
 
 
 def quartiles(values: list[float]) -> tuple[float, float, float]:

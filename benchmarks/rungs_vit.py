@@ -169,7 +169,7 @@ def training(settings: Settings, device: torch.device, scale: str, stream: Itera
     # A GPU gains from seeing the whole model at once. On a CPU one MLP is compiled and serves all twelve blocks:
     # compiled with it, their packed attention has gradients that are not numbers in bf16 (torch 2.15).
     regional = [layer.mlp for layer in body.encoder.layers] if device.type == "cpu" else None
-    return Training(settings, device, _Images(body), stream, lr=1e-4, regional=regional)
+    return Training(settings, device, _Images(body), stream, lr=1e-4, regional=regional, dynamic=False)
 
 
 def share_of_real(settings: Settings, scale: str) -> float:
