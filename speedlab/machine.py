@@ -10,7 +10,6 @@ import errno
 import functools
 import getpass
 import importlib.metadata
-import logging
 import os
 import platform
 import random
@@ -191,8 +190,6 @@ def compiler(kind: str | None = None) -> str | None:
     cache, whose folder is checked first (see `compile_cache`). `NO_COMPILER` is the sentence for None.
     """
     compile_cache()
-    # with CUDA's tools but without a GPU it warns that the GPU is missing
-    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     kind = kind or device().type
     try:
         from torch._inductor import config

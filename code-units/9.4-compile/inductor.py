@@ -5,7 +5,6 @@ translates them. `plans` runs the first half and stops before the second: it cou
 """
 
 import contextlib
-import logging
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,8 +17,6 @@ from torch._inductor import config, cpp_builder
 from torch._inductor.exc import InvalidCxxCompiler
 from torch._inductor.graph import GraphLowering
 
-# with CUDA's tools but without a GPU it warns that the GPU is missing
-logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
 _KERNEL = re.compile(r"(?m)^\s+(?:cpp_fused\w*\(|triton_\w+\.run\()")
 _LIBRARY = re.compile(r"(?m)\b(?:extern_kernels\.\w+|torch\.ops\.\w+\.\w+\.\w+)\(")
 
