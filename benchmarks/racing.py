@@ -36,7 +36,7 @@ class Session:
 
     @property
     def proof_steps(self) -> int:
-        return 20 if self.device.type == "cuda" else 4
+        return 20 if self.device.type == "cuda" else 8
 
     def proof_samples(self, batch: int) -> int:
         """Samples that the proof trains on: a CPU would spend minutes a rung on a whole batch."""

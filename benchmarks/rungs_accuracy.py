@@ -1,4 +1,4 @@
-"""The ladder to a fixed accuracy: what counts is the time until a small network is right nine times in ten.
+"""The ladder to a fixed accuracy: what counts is the time until a small network reaches it.
 
 That time is steps × seconds a step. The steps are counted by training to the target, for several seeds; a rung that
 changes the system only (the layout, where the data is) inherits the count of the rung before. The seconds of a step
@@ -6,10 +6,9 @@ are timed in turns with the start's. Validation stays outside both.
 """
 
 import functools
-import math
 import statistics
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from types import ModuleType
 
 import torch
@@ -21,6 +20,7 @@ from benchmarks import racing
 from benchmarks import training as loops
 from benchmarks.pictures import CLASSES, SIZE, pictures
 from benchmarks.training import (
+    AUTOCAST,
     FUSED,
     MEMORY_KEPT,
     NO_HOST_SYNCS,
@@ -34,7 +34,7 @@ from benchmarks.training import (
 from speedlab import machine
 
 UNIT = "images"
-TARGET = 0.90
+TARGET = 0.92
 TRAIN, VALIDATION = 4096, 1024
 SEEDS = 3
 # These fields leave the mathematics of a step as it is: the number of steps to the target stays the same.
@@ -47,32 +47,37 @@ class Recipe(Settings):
 
     lr: float = 1e-3
     one_cycle: bool = False
-    epochs: int = 40
+    nesterov: bool = False
+    weight_decay: float = 0.0
+    smoothing: float = 0.0
+    epochs: int = 60
     pool_first: bool = False
     size: int = SIZE
 
 
 def start(device: torch.device, scale: str) -> Recipe:
-    """Batch 16, Adam with its default learning rate, constant, until the target is reached."""
-    return Recipe(batch=16, epochs=2 if scale == "tiny" else 40)
+    """As PyTorch's tutorial on training a classifier (CIFAR-10) has it, but for its batch of 4: SGD, one rate."""
+    return Recipe(batch=16, epochs=2 if scale == "tiny" else 60)
 
 
 def rungs(device: torch.device, scale: str) -> tuple[Rung, ...]:
-    short = 1 if scale == "tiny" else 4
-    larger = 64
+    eight, six, five = (1, 1, 1) if scale == "tiny" else (8, 6, 5)
     return (
-        Rung("strict fp32", "batch 16, Adam at 0.001 throughout, a metric read every batch, one image at a time"),
+        Rung("strict fp32", "batch 16, SGD at 0.001 with momentum, a metric read every batch, one image at a time"),
         TF32,
         NO_HOST_SYNCS,
         Rung("data on the device", "the images stay there as bytes and are augmented a batch at a time",
              {"resident": True}),
         FUSED,
         Rung("channels-last", "convolutions in the layout that their kernels use", {"channels_last": True}),
-        Rung("bf16 autocast", "convolutions in bf16, weights in fp32", {"autocast": True}, ("bf16",)),
-        Rung("larger batch", f"batch {larger}, and the learning rate grown with its square root",
-             {"batch": larger, "lr": 1e-3 * math.sqrt(larger / 16)}),
-        Rung("one-cycle schedule", f"up to a learning rate of 0.008 and down to nothing, within {short} epochs",
-             {"one_cycle": True, "lr": 0.008, "epochs": short}),
+        Rung("one-cycle schedule", f"up to a learning rate of 0.1 and down to nothing, within {eight} epochs",
+             {"one_cycle": True, "lr": 0.1, "epochs": eight}),
+        Rung("Nesterov, weight decay", f"the usual companions of momentum: {six} epochs are enough",
+             {"nesterov": True, "weight_decay": 5e-4, "epochs": six}),
+        Rung("label smoothing", f"a tenth of the label goes to the other classes: {five} epochs are enough",
+             {"smoothing": 0.1, "epochs": five}),
+        Rung("larger batch", "batch 32, and the learning rate grown with it", {"batch": 32, "lr": 0.2}),
+        AUTOCAST,
         MEMORY_KEPT,
         Rung("pool before ReLU", "the same function on a quarter of the numbers: the largest ReLU is the ReLU of the "
              "largest", {"pool_first": True}),
@@ -113,7 +118,7 @@ class Network(nn.Module):
 
 
 class Run(Training):
-    """A training whose learning rate may follow a schedule."""
+    """A training by SGD whose learning rate may follow a schedule, and whose labels may be smoothed."""
 
     def __init__(self, recipe: Recipe, device: torch.device, scale: str, stream: Iterator[Batch]):
         width = 4 if scale == "tiny" else 32
@@ -126,6 +131,14 @@ class Run(Training):
                 self.optimizer, recipe.lr, total_steps=self.steps, cycle_momentum=False
             )
         self.taken = 0
+
+    def make_optimizer(self, weights: list[nn.Parameter], lr: float) -> torch.optim.Optimizer:
+        recipe = self.settings
+        return torch.optim.SGD(weights, lr=lr, momentum=0.9, nesterov=recipe.nesterov,
+                               weight_decay=recipe.weight_decay, fused=recipe.fused or None)  # fmt: skip
+
+    def criterion(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(logits, labels, label_smoothing=self.settings.smoothing)
 
     def step(self, *arguments, **named) -> int:
         done = super().step(*arguments, **named)
@@ -198,9 +211,11 @@ def changed(recipe: Recipe, other: Recipe) -> set[str]:
 def steps_to_target(recipe: Recipe, device: torch.device, scale: str, seed: int) -> tuple[int | None, float]:
     """Steps until the validation accuracy is `TARGET`, looked at four times an epoch, and the accuracy reached.
 
-    None where the recipe's epochs end before that.
+    None where the recipe's epochs end before that. The system is the fastest that leaves the mathematics alone, so
+    that a minute of counting does not become five.
     """
     machine.seed_everything(seed)
+    recipe = replace(recipe, host_metric=False, resident=True, fused=True, channels_last=True, compiled=False)
     run = training(recipe, device, scale, batches(recipe, device, scale))
     # the recipe was chosen on the pictures of seed 2
     pixels, labels = (part.to(device) for part in pictures(128 if scale == "tiny" else VALIDATION, seed=3))

@@ -57,7 +57,7 @@ class Rung:
 # Rungs that several ladders climb; each is the same change everywhere.
 TF32 = Rung("TF32", "matrix products round their fp32 inputs to 10 bits of mantissa", {"tf32": True}, ("cuda",))
 NO_HOST_SYNCS = Rung("no host syncs", "the metric stays on the device until the end", {"host_metric": False})
-FUSED = Rung("fused optimizer", "Adam in one pass over each weight instead of a dozen", {"fused": True})
+FUSED = Rung("fused optimizer", "one pass over each weight instead of one for every operation", {"fused": True})
 AUTOCAST = Rung("bf16 autocast", "matrix products in bf16, weights in fp32", {"autocast": True}, ("bf16",))
 PLAIN_ATTENTION = Rung(
     "attention as products",
@@ -156,8 +156,7 @@ class Training:
         if settings.channels_last:
             model = model.to(memory_format=torch.channels_last)
         self.model = model.train()
-        kind = MasterAdam if settings.master else torch.optim.Adam
-        self.optimizer = kind(list(model.parameters()), lr=lr, fused=settings.fused or None)
+        self.optimizer = self.make_optimizer(list(model.parameters()), lr)
         self.shown, self.correct = (0.0, 0.0), torch.zeros((), device=device)
         self.forward: Callable[..., torch.Tensor] = model
         if settings.compiled and regional:
@@ -165,6 +164,15 @@ class Training:
                 part.compile(dynamic=dynamic)
         elif settings.compiled:
             self.forward = torch.compile(model, dynamic=dynamic)
+
+    def make_optimizer(self, weights: list[nn.Parameter], lr: float) -> torch.optim.Optimizer:
+        """Adam, with fp32 masters where the weights are bf16."""
+        kind = MasterAdam if self.settings.master else torch.optim.Adam
+        return kind(weights, lr=lr, fused=self.settings.fused or None)
+
+    def criterion(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """The mean loss of fp32 logits (B, K)."""
+        return nn.functional.cross_entropy(logits, labels)
 
     @contextlib.contextmanager
     def numerics(self) -> Iterator[None]:
@@ -191,7 +199,7 @@ class Training:
         inputs, labels = batch
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.settings.autocast):
             logits = forward(**inputs)
-        return nn.functional.cross_entropy(logits.float(), labels), logits
+        return self.criterion(logits.float(), labels), logits
 
     def step(self, batch: Batch | None = None, mark: Callable[[str], None] = _no_mark) -> int:
         """One optimizer step on `batch`, or the next of its own; returns the samples or tokens that it computed."""

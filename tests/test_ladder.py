@@ -352,9 +352,24 @@ def test_only_a_change_of_learning_is_trained_again(tmp_path, monkeypatch):
     counted = lambda recipe, *rest: asked.append(recipe) or real(recipe, *rest)  # noqa: E731
     monkeypatch.setattr(rungs_accuracy, "steps_to_target", counted)
     out = tmp_path / "results.json"
-    assert climb(out, "--ladder", "to-accuracy", "--rungs", "0,3,8") == 0
+    assert climb(out, "--ladder", "to-accuracy", "--rungs", "0,3,6") == 0
     assert [recipe.one_cycle for recipe in asked] == [False, True]
     assert rows(out, "to-accuracy")["data on the device"]["steps"] == rows(out, "to-accuracy")["strict fp32"]["steps"]
+
+
+def test_a_recipe_trains_as_it_says():
+    plain = rungs_accuracy.start(CPU, "tiny")
+    changed = replace(plain, nesterov=True, weight_decay=5e-4, smoothing=0.1, one_cycle=True, lr=0.1)
+    logits, labels = torch.tensor([[4.0, 0.0]]), torch.tensor([0])
+    losses = []
+    for recipe, first_rate in ((plain, 0.001), (changed, 0.1 / 25)):  # the one-cycle schedule starts at a 25th
+        run = rungs_accuracy.training(recipe, CPU, "tiny", iter(()))
+        [group] = run.optimizer.param_groups
+        assert isinstance(run.optimizer, torch.optim.SGD) and group["momentum"] == 0.9
+        assert (group["nesterov"], group["weight_decay"]) == (recipe.nesterov, recipe.weight_decay)
+        assert group["lr"] == pytest.approx(first_rate)
+        losses.append(run.criterion(logits, labels).item())
+    assert losses[1] - losses[0] == pytest.approx(0.1 * 4 / 2)  # a 20th of the label is on the other class, 4 below
 
 
 def test_the_switches_of_a_rung_are_put_back():
