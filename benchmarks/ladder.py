@@ -139,10 +139,12 @@ def measured_row(
     """The whole row of a rung: its place and settings, and its measurement or the reason why there is none."""
     row = {"rung": rung.name, "why": rung.why, "apart": rung.apart, "scale": session.scale,
            "settings": asdict(settings), "other_cores": 0.0}  # fmt: skip
+    start_row = next((r for r in rows if r["settings"] == asdict(ladder.settings) and "skipped" not in r), None)
+    if settings != ladder.settings and not start_row:
+        reason = reason or "the start could not be measured, and without it there is nothing to compare with"
     if reason:
         return {**row, "skipped": reason}
     others, begin = OtherWork(), time.perf_counter()
-    start_row = next((r for r in rows if r["settings"] == asdict(ladder.settings)), None)
     try:
         found = ladder.rung(rung, settings, start_row)
     except (torch.OutOfMemoryError, MemoryError) as error:

@@ -238,6 +238,18 @@ def test_running_out_of_memory_is_a_reason_and_the_ladder_goes_on(tmp_path, monk
 # --- what is computed -------------------------------------------------------------------------------------
 
 
+def test_without_a_start_no_other_rung_takes_its_place(tmp_path, monkeypatch):
+    found = racing.Ladder.rung
+    fails = lambda self, rung, *rest: {} if rung.changes else {"skipped": "too little memory"}  # noqa: E731
+    monkeypatch.setattr(racing.Ladder, "rung", fails)
+    out = tmp_path / "results.json"
+    assert climb(out, "--ladder", "vit", "--rungs", "0,2") == 0
+    assert "nothing to compare with" in rows(out)["no host syncs"]["skipped"]
+    monkeypatch.setattr(racing.Ladder, "rung", found)
+    assert climb(out, "--ladder", "vit", "--rungs", "0,2") == 0
+    assert all(row["rate"] > 0 for row in rows(out).values())
+
+
 def test_every_rung_changes_something_and_names_are_unique():
     for module in ladder.LADDERS.values():
         for scale in ("tiny", "quick"):
