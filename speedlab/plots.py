@@ -110,7 +110,7 @@ def ladder(machines: Mapping[str, Sequence[Mapping]], title: str) -> tuple[Figur
     """
     named = {where: {_rung(row): row for row in rows if "skipped" not in row} for where, rows in machines.items()}
     heights = [1.3 + 0.42 * len(rows) for rows in named.values()]
-    shown, axes = figure(8.5, sum(heights), rows=len(named), squeeze=False, height_ratios=heights)
+    shown, axes = figure(8.5, sum(heights), rows=len(named), squeeze=False, sharex=True, height_ratios=heights)
     said = []
     for ax, (where, rows) in zip(axes[:, 0], named.items(), strict=True):
         bars(
@@ -121,6 +121,7 @@ def ladder(machines: Mapping[str, Sequence[Mapping]], title: str) -> tuple[Figur
             label="times as fast as the strict-fp32 start, median and middle half (longer is better)",
             form="{:.2f}x",
         )
+        ax.tick_params(labelbottom=True)  # which the shared axis hides
         listed = "; ".join(f"{name}: {row['speedup']:.2f}x".replace("\n", " ") for name, row in rows.items())
         said.append(f"{where}: {listed}.")
     return shown, f"Bar chart of speed-ups against strict fp32. {title}. {' '.join(said)}"

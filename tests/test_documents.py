@@ -141,6 +141,17 @@ def test_the_readmes_tables_are_what_notebooks_and_results_give():
     assert not list(filter(readme.draw_ladders.stale, readme.LADDERS)), "run `python tools/readme.py`"
 
 
+def test_the_lesson_on_fabric_shows_the_ladder_that_results_hold():
+    notebook = NOTEBOOKS["code-units/9.8-fabric/2-five-steps-to-fabric.ipynb"]
+    [cell] = [cell for cell in code_cells(notebook) if "ladder-vit" in source(cell)]
+    shown = "".join("".join(out["data"].get("text/html", "")) for out in cell["outputs"] if "data" in out)
+    for section in readme.recorded("ladder-vit").values():
+        for row in section["rows"]:
+            said = f"{row['speedup']:.2f}x" if "speedup" in row else "not run"
+            [line] = re.findall(rf"<th scope='row'>{re.escape(row['rung'])}</th>.*?</tr>", shown)
+            assert said in line, f"{row['rung']}: make refresh shows what results/ holds now"
+
+
 def test_every_picture_is_used_and_has_its_script():
     everything = "\n".join(documents().values())
     for picture in (ROOT / "images").glob("*.png"):
