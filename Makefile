@@ -1,11 +1,36 @@
-# Thin names only: every command is a function of tools/course.py, which also runs without make.
-# Another Python: make lab PYTHON=python3.12. Further arguments: make test ARGS="tests -q".
+## make lab          open the course in JupyterLab; the first call sets up .venv
+## make test         run every test and notebook (pytest --nbval)
+## make check        run only the notebooks and tests that a change can have touched
+## make refresh      run changed notebooks again, or those named in ARGS="...", and store their outputs
+## make doubt        plant small faults in lessons and count what catches them: a claim, the comparison, or nothing
+## make exercises    generate the exercises from the solutions
+## make bench        climb the ladders on this machine and store what they measured
+## make checkpoints  train the small shipped checkpoints again
+## make lint         check the style of code and notebooks
+## make clean        remove .venv, caches and build leftovers
+##
+## More arguments: make test ARGS="tests -q". Another Python: make clean, then make lab PYTHON=python3.13.
+## Where PyTorch comes from: make lab TORCH_BACKEND=cpu, or cu130, or registry.
 
 PYTHON ?= python3
-COMMANDS := help lab test refresh exercises bench checkpoints lint clean
-
+COURSE := @$(PYTHON) tools/course.py
+COMMANDS := help lab test check refresh doubt exercises bench checkpoints lint clean
 .PHONY: $(COMMANDS)
-.DEFAULT_GOAL := help
 
-$(COMMANDS):
-	@$(PYTHON) tools/course.py $@ $(ARGS)
+help:
+	@sed -n 's/^##[ ]*//p' Makefile
+lab test:
+	$(COURSE) $@ $(ARGS)
+check refresh doubt exercises:
+	$(COURSE) run tools/$@.py $(ARGS)
+bench:
+	$(COURSE) run -m benchmarks.ladder $(ARGS)
+checkpoints:
+	$(COURSE) run tools/pretrain_vit.py $(ARGS)
+	$(COURSE) run tools/pretrain_distilbert.py $(ARGS)
+lint:
+	$(COURSE) run -m ruff check . $(ARGS)
+	$(COURSE) run -m ruff format --check . $(ARGS)
+clean:
+	rm -rf .venv/set-up .venv .venv-* build dist *.egg-info .pytest_cache .ruff_cache
+	find . -name .git -prune -o \( -name __pycache__ -o -name .ipynb_checkpoints \) -prune -exec rm -rf {} +

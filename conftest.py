@@ -1,20 +1,25 @@
 """How `pytest --nbval` compares notebooks here: every code cell, strictly, but for what the clock decides.
 
 nbval compares stored outputs with fresh ones, exactly. This adds what it lacks: measured values are blanked and their
-labels compared, decimals may differ in the last printed place, a cell that was never run fails, and each notebook
-ends with an item that counts what was really compared and claimed. It touches nbval's internals, so nbval is pinned.
+labels compared, alt texts are compared, decimals may differ in the last printed place, a cell that was never run
+fails, and each notebook ends with an item that counts what was really compared and claimed, and moves every widget.
+It touches nbval's internals, so nbval is pinned.
 """
 
+import ast
+import contextlib
+import json
 import os
 import signal
-import sys
+import threading
+import time
 from pathlib import Path
+from queue import Empty
 
+import psutil
 import pytest
-from nbval.plugin import IPyNbCell, IPyNbFile
-
-sys.path.insert(0, str(Path(__file__).parent / "tools"))
-from notebooks import CLAIM, FOLDERS, NOT_COMPARED, QUIET, ROOT, Printed, blank
+from nbval.plugin import IPyNbCell, IPyNbFile, comment_markers, metadata_tags
+from notebooks import FOLDERS, NOT_COMPARED, QUIET, RECORDED, ROOT, Printed, blank, claims_in, comparable
 
 # before anything imports torch, which reads this once; kernels and other child processes inherit it
 os.environ.update(QUIET)
@@ -23,9 +28,16 @@ os.environ.update(QUIET)
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Exceptions to strict comparison need a line here: (notebook, tag) -> reason. There are none.
+WATCH = pytest.StashKey["Watch"]()
+
+# Exceptions to strict comparison need a line here: (notebook, tag or comment) -> reason. There are none.
 LISTED_EXCEPTIONS: dict[tuple[str, str], str] = {}
-_UNCOMPARED_TAGS = {"nbval-skip", "nbval-ignore-output", "skip-execution", "raises-exception"}
+_UNCOMPARED = {*metadata_tags, *comment_markers, "skip-execution"}
+_MOVE = "(lambda m: m.move_all() if m else [])(__import__('sys').modules.get('speedlab.widgets'))"
+
+
+class KernelDiedError(Exception):
+    """The notebook's kernel is gone."""
 
 
 class Cell(IPyNbCell):
@@ -33,31 +45,39 @@ class Cell(IPyNbCell):
         text = super().sanitize(text)
         return Printed(blank(text)) if isinstance(text, str) else text
 
+    def compare_outputs(self, test, ref, skip_compare=None):
+        return super().compare_outputs(comparable(test), comparable(ref), skip_compare)
+
     def runtest(self):
         if self.cell.source.strip() and self.cell.execution_count is None:
             self.raise_cell_error("this cell has never been run: refresh the notebook (make refresh)")
-        super().runtest()
+        try:
+            super().runtest()
+        except KernelDiedError:
+            self.parent.timed_out = True  # nbval then expects the cells below to fail
+            self.raise_cell_error("the kernel died while executing this cell; was there too little memory?")
         if self.cell.source.strip():
             self.parent.cells_compared += 1
-            texts = (o.get("text", "") for o in self.test_outputs if o.get("output_type") == "stream")
-            self.parent.claims_made += sum(len(CLAIM.findall(text)) for text in texts)
+            self.parent.claims_made += claims_in(self.test_outputs)
 
 
 class Evidence(pytest.Item):
-    """The last item of a notebook: it was really compared, and it really claimed something."""
+    """The last item of a notebook: it was really compared, it really claimed something, and its widgets move."""
 
-    def __init__(self, *, wanted_cells: int, wants_claims: bool, tags: set[str], **kwargs):
+    def __init__(self, *, wanted_cells: int, wants_claims: bool, left_out: set[str], **kwargs):
         super().__init__(**kwargs)
-        self.wanted_cells, self.wants_claims, self.tags = wanted_cells, wants_claims, tags
+        self.wanted_cells, self.wants_claims, self.left_out = wanted_cells, wants_claims, left_out
 
     def runtest(self):
         name = str(self.path.relative_to(ROOT))
-        unlisted = [tag for tag in self.tags if (name, tag) not in LISTED_EXCEPTIONS]
-        assert not unlisted, f"{name}: cells tagged {unlisted} leave the comparison without a listed reason"
+        unlisted = [mark for mark in self.left_out if (name, mark) not in LISTED_EXCEPTIONS]
+        assert not unlisted, f"{name}: cells marked {unlisted} leave the comparison without a listed reason"
         assert self.wanted_cells, f"{name}: there is no code cell to compare"
         compared, claims = self.parent.cells_compared, self.parent.claims_made
         assert compared == self.wanted_cells, f"{name}: {compared} of {self.wanted_cells} code cells were compared"
         assert claims or not self.wants_claims, f"{name}: no claim was made; say what the notebook proves"
+        stuck = self.parent.evaluate(_MOVE)
+        assert not stuck, f"{name}: a widget breaks when it is moved:\n" + "\n".join(stuck)
         self.user_properties.append(("evidence", f"{name}: {compared} cells compared, {claims} claims"))
 
     def repr_failure(self, excinfo):
@@ -67,6 +87,12 @@ class Evidence(pytest.Item):
         return self.path, 0, "evidence"
 
 
+def _left_out(cell) -> set[str]:
+    """The tags and comments by which nbval would leave a cell out, or forgive it an exception."""
+    comments = {line.strip().lstrip("#").strip() for line in cell.source.splitlines() if line.strip().startswith("#")}
+    return _UNCOMPARED & {*comments, *cell.metadata.get("tags", [])}
+
+
 class Notebook(IPyNbFile):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -74,14 +100,14 @@ class Notebook(IPyNbFile):
         self.cells_compared = self.claims_made = 0
 
     def collect(self):
-        cells, tags = 0, set()
+        cells, left_out = 0, set()
         for cell in super().collect():
             cells += bool(cell.cell.source.strip())
-            tags |= _UNCOMPARED_TAGS & set(cell.cell.metadata.get("tags", []))
+            left_out |= _left_out(cell.cell)
             yield Cell.from_parent(self, name=cell.name, cell_num=cell.cell_num, cell=cell.cell, options=cell.options)
         # an exercise is a stub: its checks say "not attempted yet" and claim nothing
         claims = self.path.relative_to(ROOT).parts[0] == "code-units"
-        yield Evidence.from_parent(self, name="evidence", wanted_cells=cells, wants_claims=claims, tags=tags)
+        yield Evidence.from_parent(self, name="evidence", wanted_cells=cells, wants_claims=claims, left_out=left_out)
 
     def setup(self):
         # ipykernel drops the output of child processes while it sees this variable
@@ -91,9 +117,37 @@ class Notebook(IPyNbFile):
         finally:
             if held is not None:
                 os.environ["PYTEST_CURRENT_TEST"] = held
+        self.kernel.get_message = self._message
         execute = self.kernel.kc.execute
         # with store_history=False a trailing semicolon does not hide a value
         self.kernel.kc.execute = lambda code, **options: execute(code, **{**options, "store_history": True})
+
+    def _message(self, stream: str, timeout: float | None = None) -> dict:
+        """The next message of a kernel that lives: nbval itself would wait for a dead one until time is up."""
+        client = self.kernel.kc
+        read = client.get_iopub_msg if stream == "iopub" else client.get_shell_msg
+        end = time.monotonic() + (timeout or 1e9)
+        while True:
+            alive = self.kernel.is_alive()
+            try:
+                return read(timeout=max(0.01, min(1.0, end - time.monotonic())))
+            except Empty:
+                if not alive:
+                    raise KernelDiedError from None
+                if time.monotonic() >= end:
+                    raise
+
+    def evaluate(self, expression: str) -> object:
+        """The value of a literal that an expression gives in the notebook's kernel."""
+        asked = self.kernel.kc.execute("", silent=True, user_expressions={"value": expression})
+        end = time.monotonic() + self.config.option.nbval_cell_timeout
+        while time.monotonic() < end:
+            reply = self.kernel.kc.get_shell_msg(timeout=max(1, end - time.monotonic()))
+            if reply["parent_header"].get("msg_id") == asked:
+                value = reply["content"]["user_expressions"]["value"]
+                assert value["status"] == "ok", f"{value.get('ename')}: {value.get('evalue')}"
+                return ast.literal_eval(value["data"]["text/plain"])
+        raise TimeoutError(f"The kernel of {self.path.name} did not answer in time.")
 
 
 @pytest.hookimpl(wrapper=True)
@@ -102,7 +156,52 @@ def pytest_collect_file(file_path, parent):
     return [Notebook.from_parent(parent, path=n.path) if type(n) is IPyNbFile else n for n in found or []]
 
 
-def pytest_terminal_summary(terminalreporter):
+def pytest_xdist_auto_num_workers(config):
+    """As many workers as there are cores and, at 4 GB each, memory; one where there is less than 8 GB."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(cores, int(psutil.virtual_memory().total / 4e9)))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items):
+    """Put the slowest files first, so that none of them is left for the end, when the other workers are idle."""
+    seconds = {path: _expected_seconds(path) for path in {item.path for item in items}}
+    items.sort(key=lambda item: (-seconds[item.path], str(item.path)))
+
+
+def _expected_seconds(path: Path) -> float:
+    """What a notebook took when it was recorded; for a file of tests a guess, since few of them take long."""
+    if path.suffix != ".ipynb":
+        return 20.0
+    recorded = json.loads(path.read_text(encoding="utf-8"))["metadata"].get(RECORDED, {})
+    return recorded.get("seconds", 30.0)
+
+
+class Watch(threading.Thread):
+    """Notes the largest resident memory of all processes of this run, once a second."""
+
+    def __init__(self):
+        super().__init__(daemon=True)
+        self.peak, self.start_time = 0, time.monotonic()
+
+    def run(self):
+        own = psutil.Process()
+        while True:
+            total = 0
+            for process in (own, *own.children(recursive=True)):
+                with contextlib.suppress(psutil.Error):
+                    total += process.memory_info().rss
+            self.peak = max(self.peak, total)
+            time.sleep(1.0)
+
+
+def pytest_configure(config):
+    if not hasattr(config, "workerinput"):
+        config.stash[WATCH] = Watch()
+        config.stash[WATCH].start()
+
+
+def pytest_terminal_summary(terminalreporter, config):
     """Print each notebook's seconds and evidence, the slowest first: in a list of cells nobody would see them."""
     seconds: dict[str, float] = {}
     evidence: dict[str, str] = {}
@@ -116,3 +215,6 @@ def pytest_terminal_summary(terminalreporter):
         for path, spent in sorted(seconds.items(), key=lambda item: -item[1]):
             terminalreporter.write_line(f"{spent:7.1f} s  {evidence[path]}")
         terminalreporter.write_line(f"{sum(seconds.values()):7.1f} s  all {len(seconds)} notebooks")
+    if watch := config.stash.get(WATCH, None):
+        minutes = (time.monotonic() - watch.start_time) / 60
+        terminalreporter.write_line(f"{minutes:.1f} minutes, at most {watch.peak / 1e9:.1f} GB of resident memory")

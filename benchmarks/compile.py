@@ -12,9 +12,9 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks.results import FOLDER, record
-from speedlab import machine
+from speedlab import compat, machine
 from speedlab.display import seconds_text
+from speedlab.results import FOLDER, record
 
 SCRIPT = FOLDER.parent / "code-units" / "9.4-compile" / "cold_start.py"
 
@@ -28,7 +28,7 @@ def row(seconds: float) -> dict:
     return {
         "workload": "GELU written out by hand, forward and backward",
         "elements": lesson["elements"](),
-        "compiler": machine.compiler(),
+        "compiler": compat.compiler(),
         "cold_s": cold["first_s"],
         "warm_s": warm["first_s"],
         "eager_s": warm["eager_s"],
@@ -43,8 +43,8 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=10.0, help="budget for the step times of a process")
     parser.add_argument("--out", type=Path, help="the results file (default: results/<machine>.json)")
     options = parser.parse_args()
-    if machine.compiler() is None:
-        print(f"There is nothing to measure: torch.compile finds {machine.NO_COMPILER}.", file=sys.stderr)
+    if compat.compiler() is None:
+        print(f"There is nothing to measure: torch.compile finds {compat.NO_COMPILER}.", file=sys.stderr)
         return 2
     load = psutil.getloadavg()[0]
     print(machine.describe())

@@ -17,10 +17,10 @@ from pathlib import Path
 import psutil
 import torch
 
-from benchmarks import results, rungs_accuracy, rungs_text, rungs_vit
+from benchmarks import rungs_accuracy, rungs_text, rungs_vit
 from benchmarks.racing import Ladder, Session
 from benchmarks.training import Rung, Settings, climb, lacking
-from speedlab import machine
+from speedlab import machine, results
 
 LADDERS = {"vit": rungs_vit, "distilbert": rungs_text, "to-accuracy": rungs_accuracy}
 SCALES = ("tiny", "quick", "full")
@@ -38,7 +38,7 @@ def finished(section: str, out: Path, scale: str) -> list[dict]:
     known = results.load(out).get(section)
     if not known:
         return []
-    stamp, now = known["stamp"], machine.stamp()
+    stamp, now = known["stamp"], results.stamp()
     same = all(stamp[key] == now[key] for key in ("machine", "threads", "versions"))
     if not same or _clean(stamp["commit"]) != _clean(now["commit"]):
         return []

@@ -20,8 +20,8 @@ from torch.utils.checkpoint import checkpoint
 from torchvision.models import vit_b_16, vit_l_16
 from torchvision.models.vision_transformer import VisionTransformer
 
-from benchmarks.results import record
 from speedlab import count, machine
+from speedlab.results import record
 
 MODELS = {"vit_b_16": vit_b_16, "vit_l_16": vit_l_16}
 

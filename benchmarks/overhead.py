@@ -11,8 +11,8 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks.results import record
 from speedlab import measure
+from speedlab.results import record
 
 STEP_SECONDS = 1e-3
 

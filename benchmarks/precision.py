@@ -13,8 +13,9 @@ import psutil
 import torch
 from torch import nn
 
-from benchmarks.results import record
-from speedlab import count, machine, measure, models
+from speedlab import count, machine, measure
+from speedlab.data import models
+from speedlab.results import record
 
 TOKENS = 128
 

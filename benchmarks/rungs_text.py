@@ -24,7 +24,8 @@ from benchmarks.training import (
     larger_batch,
     step_flops,
 )
-from speedlab import machine, models
+from speedlab import machine
+from speedlab.data import models
 
 UNIT = "real tokens"
 # IMDb's reviews in WordPiece tokens: a mean of 292, and 12.69% of them longer than 512 (Sun, Qiu, Xu and Huang, How

@@ -27,7 +27,8 @@ from benchmarks.training import (
     larger_batch,
     step_flops,
 )
-from speedlab import machine, models
+from speedlab import machine
+from speedlab.data import models
 
 UNIT = "images"
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)

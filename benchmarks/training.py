@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from speedlab import count, machine
+from speedlab import compat, count, machine
 
 Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
 
@@ -263,7 +263,7 @@ def lacking(rung: Rung, device: torch.device) -> str:
         return "it is about glibc, which serves CPU tensors on Linux; a GPU's memory is kept by PyTorch"
     if "bf16" in rung.needs and not machine.is_fast("bf16"):
         return "bf16 has no fast hardware here: a step in it would take many times as long"
-    lacks_compiler = "compiler" in rung.needs and machine.compiler(device.type) is None
+    lacks_compiler = "compiler" in rung.needs and compat.compiler(device.type) is None
     return "torch.compile finds no compiler here that works" if lacks_compiler else ""
 
 
@@ -277,7 +277,7 @@ def step_flops(build: Callable[[torch.device], Training], blank: Callable[..., B
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     cpu = torch.device("cpu")
-    with FakeTensorMode(allow_non_fake_inputs=True), count._without_initialisation():
+    with FakeTensorMode(allow_non_fake_inputs=True), count.without_initialisation():
         run = build(cpu)
         batch = blank(run.settings, cpu, 1, width)
         with run.numerics():

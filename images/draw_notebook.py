@@ -17,7 +17,7 @@ from PIL import Image
 HERE = Path(__file__).parent
 NOTEBOOK = HERE.parent / "code-units" / "9.1-mixed-precision" / "1-number-formats.ipynb"
 # the cells worth showing: from the heading of the widget on, by the words that they start with
-FIRST, CELLS = "## Any number, six formats", 2
+FIRST, CELLS = "## Any number, six formats", 3
 WIDTH, HEIGHT = 1000, 760
 
 

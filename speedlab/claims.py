@@ -1,6 +1,8 @@
 """Claims: sentences of a lesson that the test run proves.
 
-A claim must be deterministic: it holds on any machine, under load, on a CPU or a GPU. Clocks are not claimed.
+A claim can fail: it compares what was run, counted or read here with something from elsewhere (a closed formula,
+another implementation, a library, a published figure). And it is deterministic: it holds on any machine, under load,
+on a CPU or a GPU. Clocks are not claimed.
 """
 
 import math
@@ -8,6 +10,7 @@ import math
 import torch
 
 from speedlab import machine
+from speedlab.display import CLAIM, emit
 
 
 class ClaimError(AssertionError):
@@ -17,13 +20,13 @@ class ClaimError(AssertionError):
 def claim(
     text: str, ok: bool, *, expected: object = "the statement to hold", observed: object = "it does not"
 ) -> None:
-    """Print `ok: text` if `ok`, else raise with what was expected, what was observed, and on which machine."""
+    """Show `ok: text` if `ok`, else raise with what was expected, what was observed, and on which machine."""
     if type(ok).__name__ not in ("bool", "bool_", "Tensor") or (
         isinstance(ok, torch.Tensor) and ok.dtype != torch.bool
     ):
         raise TypeError(f"The claim {text!r} needs True or False, but got {ok!r}. Write a comparison.")
     if ok:
-        print(f"ok: {text}")
+        emit(f"ok: {text}", CLAIM, {"claim": text})
         return
     where = machine.describe()
     raise ClaimError(

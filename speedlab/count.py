@@ -4,15 +4,19 @@ Each counter is itself tested against a closed formula.
 """
 
 import contextlib
+import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from speedlab.display import Table, bytes_text, table
+from speedlab import machine
+from speedlab.display import Table, Tabular, bytes_text, table
 
-_DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
+_DTYPE_NAMES = {dtype: name for name, dtype in machine.DTYPES.items()}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -32,6 +36,58 @@ def flops(work: Callable[[], object]) -> int:
     return counter.get_total_flops()
 
 
+def operations(work: Callable[[], object]) -> Counter[tuple[str, str, str]]:
+    """Count the operations that `work()` runs, forward and backward: {(name, dtypes taken, dtype given): times}.
+
+    Names are PyTorch's own, without `aten::`; a cast is `_to_copy`. On a GPU each is a launch of a kernel or a few.
+    Views (a transpose, a slice) and allocations launch nothing and are left out.
+    """
+    with _Operations() as seen:
+        work()
+    return seen.counter
+
+
+class _Operations(TorchDispatchMode):
+    _NOTHING_LAUNCHED = frozenset(("_unsafe_view", "empty", "empty_like", "empty_strided", "new_empty"))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counter: Counter[tuple[str, str, str]] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        name = func._schema.name.removeprefix("aten::")
+        if func.namespace == "aten" and not func.is_view and name not in self._NOTHING_LAUNCHED:
+            takes = {dtype_name(t.dtype) for t in args if isinstance(t, torch.Tensor)}
+            given = next((t for t in (out if isinstance(out, tuple | list) else [out]) if torch.is_tensor(t)), None)
+            gives = dtype_name(given.dtype) if given is not None else ""
+            self.counter[name, " + ".join(sorted(takes)), gives] += 1
+        return out
+
+
+_PRODUCT = re.compile(r"(Addmm|Mm|Baddbmm|Bmm|Linear|Convolution|ScaledDotProduct)")
+
+
+def product_gradients(loss: torch.Tensor) -> list[torch.Tensor]:
+    """Run backward, and return the gradients that arrive at the outputs of matrix products, convolutions, attention.
+
+    They are found in autograd's graph, whichever module or function called the product: `nn.MultiheadAttention`
+    never calls its projections as modules, so that hooks on them would see nothing.
+    """
+    found: list[torch.Tensor] = []
+    seen, todo = set(), [loss.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if _PRODUCT.match(node.name()):
+            node.register_prehook(lambda grads: found.append(grads[0]))
+        todo += [before for before, _ in node.next_functions]
+    loss.backward()
+    return found
+
+
 @dataclass(frozen=True)
 class SavedTensor:
     """One storage that autograd keeps for backward: in which module, its shape, its dtype, its size in bytes."""
@@ -42,8 +98,8 @@ class SavedTensor:
     bytes: int
 
 
-@dataclass(frozen=True)
-class Saved:
+@dataclass(frozen=True, repr=False)
+class Saved(Tabular):
     """What a forward pass keeps for backward. `bytes` leaves out the parameters, which are there anyway."""
 
     bytes: int
@@ -52,12 +108,6 @@ class Saved:
     def table(self) -> Table:
         rows = [(t.where, t.shape, t.dtype, bytes_text(t.bytes)) for t in self.tensors]
         return table(["saved in", "shape", "dtype", "size"], [*rows, ("total", "", "", bytes_text(self.bytes))])
-
-    def __repr__(self) -> str:
-        return repr(self.table())
-
-    def _repr_html_(self) -> str:
-        return self.table()._repr_html_()
 
 
 def saved_bytes(forward: Callable[[], object], model: nn.Module) -> Saved:
@@ -138,11 +188,13 @@ def predict_peak_memory(
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.distributed._tools.mem_tracker import MemTracker
 
-    with FakeTensorMode(allow_non_fake_inputs=True), _without_initialisation():
+    with FakeTensorMode(allow_non_fake_inputs=True), without_initialisation():
         model, optimizer, step = build()
         tracker = MemTracker()
         tracker.track_external(model, optimizer)
-        with _before_each_forward(model, tracker.reset_mod_stats), tracker:
+        # a step may call the model several times; of all hooks, those that are registered first run first
+        fresh = lambda module, _: tracker.reset_mod_stats() if module is model else None  # noqa: E731
+        with nn.modules.module.register_module_forward_pre_hook(fresh), tracker:
             for _ in range(steps):
                 step()
         peak = tracker.get_tracker_snapshot("peak")
@@ -163,39 +215,16 @@ def _storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
 @contextlib.contextmanager
 def _module_path(model: nn.Module, path: list[str]) -> Iterator[None]:
     """Keep in `path` the names of the modules of `model` that are running, the innermost last."""
-    handles = []
-    for name, module in model.named_modules():
-        label = f"{name} ({type(module).__name__})".strip()
-        handles.append(module.register_forward_pre_hook(lambda *_, label=label: path.append(label)))
-        handles.append(module.register_forward_hook(lambda *_: path.pop() and None, always_call=True))
-    try:
+    with contextlib.ExitStack() as hooks:
+        for name, module in model.named_modules():
+            label = f"{name} ({type(module).__name__})".strip()
+            hooks.enter_context(module.register_forward_pre_hook(lambda *_, label=label: path.append(label)))
+            hooks.enter_context(module.register_forward_hook(lambda *_: path.pop() and None, always_call=True))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
-@contextlib.contextmanager
-def _before_each_forward(model: nn.Module, action: Callable[[], None]) -> Iterator[None]:
-    """Call `action` before each forward of `model`, ahead of the hooks that are registered later."""
-
-    def act(module: nn.Module, _) -> None:
-        if module is model:
-            action()
-
-    handle = nn.modules.module.register_module_forward_pre_hook(act)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
-@contextlib.contextmanager
-def _without_initialisation() -> Iterator[None]:
+def without_initialisation() -> contextlib.AbstractContextManager:
     """Skip `trunc_normal_`, which looks at values and so fails under fake tensors; no value is needed there."""
-    original = nn.init.trunc_normal_
-    nn.init.trunc_normal_ = lambda tensor, *_, **__: tensor
-    try:
-        yield
-    finally:
-        nn.init.trunc_normal_ = original
+    from unittest.mock import patch
+
+    return patch.object(nn.init, "trunc_normal_", lambda tensor, *_, **__: tensor)

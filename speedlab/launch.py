@@ -1,9 +1,8 @@
 """Run a script on several processes from a notebook or a test, and leave nothing behind.
 
 The processes are started by `python -m torch.distributed.run --standalone`, which gives each its rank and finds a
-free port. Between the caller and them stands a guard, which is this file run as a script: it ends the whole family
-when the pipe from the caller closes, whether the caller ran out of patience, was interrupted, or died. Each rank is
-this file as well, which runs the given script.
+free port. Each of them is this file run as a script, which runs the given one. Their standard input is a pipe from
+the caller: when it closes, because the caller died, each ends itself and what it started.
 """
 
 import atexit
@@ -23,7 +22,6 @@ from pathlib import Path
 
 import psutil
 
-_RANK = "as-rank"
 # All ranks are on this machine: by its own interface they find each other whatever the host's name resolves to.
 _INTERFACE = {"linux": "lo", "darwin": "lo0"}
 
@@ -35,10 +33,6 @@ class Launched:
     outputs: tuple[str, ...]
     errors: tuple[str, ...]
     seconds: float
-
-    def __str__(self) -> str:
-        """Every line that was printed, in the order of the ranks."""
-        return "\n".join(f"[rank {i}] {line}" for i, text in enumerate(self.outputs) for line in text.splitlines())
 
 
 class LaunchError(RuntimeError):
@@ -62,7 +56,8 @@ def run(
     The processes see the machine's GPUs where there is one for each of them, and none otherwise: the script takes
     NCCL if `torch.cuda.is_available()`, else gloo. `environment` is added to theirs; `options` go to torchrun, such
     as '--max-restarts=1'. After `timeout` seconds, or when you interrupt the call, all of them are ended. Raises
-    LaunchError, the traceback of the rank that failed first on top, and ValueError for a call that cannot be meant.
+    LaunchError, the traceback of the rank that failed first on top, and ValueError where there is no such script or a
+    number is not positive.
     """
     script = Path(script).resolve()
     if not script.is_file():
@@ -71,30 +66,30 @@ def run(
         raise ValueError(f"processes={processes} and timeout={timeout} must both be positive.")
     with tempfile.TemporaryDirectory(prefix="speedlab-", ignore_cleanup_errors=True) as folder:
         command = [
-            *(sys.executable, "-P", __file__, sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *("--local-addr=127.0.0.1", f"--nproc-per-node={processes}", "--redirects=3", f"--log-dir={folder}"),
-            *(*options, __file__, _RANK, str(script), *map(str, arguments)),
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"),
+            *(f"--nproc-per-node={processes}", "--redirects=3", f"--log-dir={folder}", *options),
+            *(__file__, str(script), *map(str, arguments)),
         ]
         start = time.perf_counter()
         report = Path(folder, "launcher.txt")
         with report.open("wb") as sink:
-            code = _guarded(command, {**_environment(processes), **(environment or {})}, sink, start + timeout)
+            code = _finish(command, {**_environment(processes), **(environment or {})}, sink, start + timeout)
         seconds = time.perf_counter() - start
         outputs, errors = (_read(Path(folder), processes, stream, script) for stream in ("stdout", "stderr"))
-        launched = Launched(outputs, errors, seconds)
-        if code == 0:
-            return launched
         said = report.read_text(encoding="utf-8", errors="replace")
+    launched = Launched(outputs, errors, seconds)
+    if code == 0:
+        return launched
+    rank, root = None, re.search(r"Root Cause.*?rank\s*:\s*(\d+).*?exitcode\s*:\s*(-?\d+)", said, re.S)
     if code is None:
         head = f"{script.name} on {processes} processes had not ended after {timeout:g} s; all of them were stopped."
-        raise LaunchError("\n".join([head, *_accounts(launched)]), None, launched)
-    root = re.search(r"Root Cause.*?rank\s*:\s*(\d+).*?exitcode\s*:\s*(-?\d+)", said, re.S)
-    if root is None:
+    elif root is None:
         raise LaunchError(f"{script.name} was not started. The launcher says:\n{said.strip()}", None, launched)
-    rank, code = int(root[1]), int(root[2])
-    how = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
-    head = f"Rank {rank} of {processes} {how} in {script.name}, and the others were stopped."
-    raise LaunchError("\n".join([head, *_accounts(launched, first=rank)]), rank, launched)
+    else:
+        rank, code = int(root[1]), int(root[2])
+        how = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        head = f"Rank {rank} of {processes} {how} in {script.name}, and the others were stopped."
+    raise LaunchError("\n".join([head, *_accounts(launched, rank or 0)]), rank, launched)
 
 
 def _environment(processes: int) -> dict[str, str]:
@@ -113,9 +108,9 @@ def _environment(processes: int) -> dict[str, str]:
     return {name: value for name, value in environment.items() if value or name == "CUDA_VISIBLE_DEVICES"}
 
 
-def _guarded(command: list[str], environment: dict[str, str], sink: object, deadline: float) -> int | None:
-    """Run the guard and return the launcher's exit code, None if time ran out. Leaving, in any way, ends them all."""
-    guard = subprocess.Popen(
+def _finish(command: list[str], environment: dict[str, str], sink: object, deadline: float) -> int | None:
+    """Run torchrun and return its exit code, None if time ran out. Leaving, in any way, ends all that it started."""
+    launcher = subprocess.Popen(
         command,
         env=environment,
         stdin=subprocess.PIPE,
@@ -127,16 +122,14 @@ def _guarded(command: list[str], environment: dict[str, str], sink: object, dead
     )
     try:
         # not wait(): on Windows an interrupt would come through only after it
-        while guard.poll() is None and time.perf_counter() < deadline:
+        while launcher.poll() is None and time.perf_counter() < deadline:
             time.sleep(0.02)
-        return guard.returncode
+        return launcher.returncode
     finally:
-        guard.stdin.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            guard.wait(10)
-        if guard.returncode is None:
-            _end_family(guard.pid)
-            guard.wait()
+        if launcher.returncode is None:
+            _end_family(launcher.pid)
+        launcher.stdin.close()
+        launcher.wait()
 
 
 def _read(folder: Path, processes: int, stream: str, script: Path) -> tuple[str, ...]:
@@ -149,7 +142,7 @@ def _read(folder: Path, processes: int, stream: str, script: Path) -> tuple[str,
     return tuple(texts)
 
 
-def _accounts(launched: Launched, first: int = 0) -> list[str]:
+def _accounts(launched: Launched, first: int) -> list[str]:
     """What the ranks have to say, the first one on top: the end of its stderr, then what it printed."""
     order = sorted(range(len(launched.outputs)), key=lambda rank: (rank != first, rank))
     return [
@@ -175,24 +168,17 @@ def _end_family(pid: int) -> None:
     psutil.wait_procs(family, timeout=10)
 
 
-def _guard(command: list[str]) -> int:
-    """Run the command; when standard input ends, end it and all that it started."""
-    launcher = subprocess.Popen(command, stdin=subprocess.DEVNULL)
-    ending = threading.Lock()
-
-    def watch() -> None:
-        sys.stdin.buffer.read()
-        with ending:
-            _end_family(launcher.pid)
-
-    threading.Thread(target=watch, daemon=True).start()
-    code = launcher.wait()
-    with ending:  # held until the last of the family is gone
-        return code
+def _end_with_the_caller() -> None:
+    """Wait until nobody holds the other end of standard input, then end this process and what it started."""
+    sys.stdin.buffer.read()
+    for child in psutil.Process().children():
+        _end_family(child.pid)
+    os._exit(1)
 
 
 def _rank(script: str, arguments: list[str]) -> int:
     """Be one rank: run the script as Python would, and return the code to exit with."""
+    threading.Thread(target=_end_with_the_caller, daemon=True).start()
     sys.path[0], sys.argv = str(Path(script).parent), [script, *arguments]
     code: object = 0
     try:
@@ -214,9 +200,6 @@ def _rank(script: str, arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == _RANK:
-        # Python's own shutting down is left out: DDP keeps the group's threads alive, and one that lets go of a
-        # tensor meanwhile aborts the process (torch 2.15, pytorch issue 190489)
-        os._exit(_rank(sys.argv[2], sys.argv[3:]))
-    # a daemon thread that reads standard input would make an ordinary exit wait for it
-    os._exit(_guard(sys.argv[1:]))
+    # Python's own shutting down is left out: it would wait for the thread that reads standard input, and DDP keeps
+    # the group's threads alive, of which one that lets go of a tensor meanwhile aborts the process (pytorch 190489)
+    os._exit(_rank(sys.argv[1], sys.argv[2:]))

@@ -9,25 +9,29 @@ import gc
 import math
 import os
 import statistics
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from tqdm.auto import tqdm
 
 from speedlab import machine
-from speedlab.display import Table, measured, seconds_text, table
+from speedlab.display import Table, Tabular, measured, seconds_text, table
 
-__all__ = ["Comparison", "Ratio", "Timing", "compare", "measured", "time_step"]
+__all__ = ["Comparison", "Ratio", "Timing", "compare", "measured", "ratio", "time_step"]
 
 # A sample lasts at least this long, so that reading the clock (under a microsecond) is lost in it.
 _SAMPLE_SECONDS = 5e-3
 _PATIENCE_SECONDS = 5.0
 _CONFIDENCE = 0.95
+# With five pairs even the widest interval, from the smallest to the largest, has only 94%.
+_FEWEST = 6
+# Two variants whose interval lies this close to 1 are the same for every purpose of this course.
+_SAME = 0.05
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds a call: the median of the samples, the quartiles, and the samples in the order they were taken."""
+    """Seconds per call: the median of the samples, the quartiles, and the samples in the order they were taken."""
 
     median: float
     low: float
@@ -40,9 +44,9 @@ class Timing:
 
 @dataclass(frozen=True)
 class Ratio:
-    """Baseline time / variant time: the median over pairs, and a confidence interval for that median.
+    """Baseline time / variant time: the median over pairs, and an interval that holds the true median.
 
-    `confidence` is what the interval really has: with n pairs it rests on order statistics, so few pairs give less.
+    `confidence` is the probability that it does, over all the looks that `compare` took.
     """
 
     median: float
@@ -51,19 +55,25 @@ class Ratio:
     confidence: float
 
     @property
-    def differs(self) -> bool:
-        return not self.low <= 1.0 <= self.high
+    def verdict(self) -> str:
+        """`faster` or `slower` where the interval leaves out 1, `same` where it lies within 5% of 1, else `noisy`."""
+        if self.low >= 1 / (1 + _SAME) and self.high <= 1 + _SAME:
+            return "same"
+        return "faster" if self.low > 1 else "slower" if self.high < 1 else "noisy"
 
     def __str__(self) -> str:
-        """`2.1x faster`, `1.3x slower`, or `no difference measured` where the interval holds 1."""
-        if not self.differs:
-            return "no difference measured"
-        factor, word = (self.median, "faster") if self.median > 1 else (1 / self.median, "slower")
-        return f"{factor:.2g}x {word}" if factor < 9.95 else f"{factor:.0f}x {word}"
+        """`2.1x faster (1.9x to 2.3x)`, `1.3x slower (…)`, `the same within 5%` or `too noisy to tell (…)`."""
+        if self.verdict == "same":
+            return f"the same within {_SAME:.0%}"
+        if self.verdict == "noisy":
+            return f"too noisy to tell ({_factor(self.low)} to {_factor(self.high)})"
+        values = (self.median, self.low, self.high)
+        median, low, high = values if self.verdict == "faster" else (1 / self.median, 1 / self.high, 1 / self.low)
+        return f"{_factor(median)} {self.verdict} ({_factor(low)} to {_factor(high)})"
 
 
-@dataclass(frozen=True)
-class Comparison:
+@dataclass(frozen=True, repr=False)
+class Comparison(Tabular):
     """What `compare` measured: a timing a variant, and its ratio to the baseline, pair by pair.
 
     `names` holds all variants in the order they were given, also those in `not_run`, with the reason.
@@ -80,26 +90,13 @@ class Comparison:
         rows = []
         for name in self.names:
             if name in self.not_run:
-                rows.append((name, "not run here", "", self.not_run[name]))
+                rows.append((name, f"not run here: {self.not_run[name]}", "", ""))
                 continue
-            timing, ratio = self.timings[name], self.ratios.get(name)
-            if ratio is None:
-                verdict = "baseline"
-            else:
-                verdict = f"{ratio} ({ratio.low:.2f} to {ratio.high:.2f})"
+            timing = self.timings[name]
             spread = f"{seconds_text(timing.low)} to {seconds_text(timing.high)}"
-            rows.append((name, seconds_text(timing.median), spread, verdict))
-        return table(
-            ["variant", f"median time a {self.unit}", "middle half", f"against {self.baseline}"],
-            rows,
-            measured=True,
-        )
-
-    def __repr__(self) -> str:
-        return repr(self.table())
-
-    def _repr_html_(self) -> str:
-        return self.table()._repr_html_()
+            rows.append((name, seconds_text(timing.median), spread, self.ratios.get(name, "baseline")))
+        columns = ["variant", f"median time per {self.unit}", "middle half", f"against {self.baseline}"]
+        return table(columns, rows, measured=True)
 
 
 def time_step(step: Callable[[], object], seconds: float = 2.0, min_samples: int = 5) -> Timing:
@@ -121,9 +118,10 @@ def compare(
     """Time several variants of one step, interleaved (A B A B), and compare each with the first, pair by pair.
 
     A machine's speed drifts; variants that take turns drift together, so a ratio within one round is worth more than
-    the ratio of two medians. Each variant is called once to warm up. `seconds` is the budget over all variants; at
-    least `min_rounds` rounds are taken (six pairs are what a 95% interval needs). A sentence in place of a function
-    is the reason why this machine leaves that variant out: the table has the same rows everywhere.
+    the ratio of two medians. Each variant is called once to warm up. After `min_rounds` rounds, and whenever their
+    number has doubled, the ratios are looked at: sampling ends once each is clearly faster, slower or the same within
+    5%, or when `seconds`, the budget over all variants, is spent. A sentence in place of a function is the reason why
+    this machine leaves that variant out: the table has the same rows everywhere.
     """
     names = tuple(variants)
     not_run = {name: step for name, step in variants.items() if isinstance(step, str)}
@@ -132,26 +130,65 @@ def compare(
         raise ValueError("There is nothing to compare: give at least one variant, as {'name': function}.")
     if min_rounds < 1 or seconds <= 0:
         raise ValueError(f"min_rounds={min_rounds} and seconds={seconds} must both be positive.")
+    if len(names) > 1 and min(min_rounds, max_rounds) < _FEWEST:
+        raise ValueError(f"A 95% interval needs {_FEWEST} rounds at least; make min_rounds and max_rounds as many.")
     clock = machine.synchronised_clock(machine.device())
     repeats = {name: _repeats(step, clock) for name, step in variants.items()}
     samples: dict[str, list[float]] = {name: [] for name in variants}
-    begin = clock()
+    ratios: dict[str, Ratio] = {}
+    begin, looks, next_look = clock(), 0, min_rounds
     # in a notebook, tqdm does not look at this variable of its own
     quiet = os.environ.get("TQDM_DISABLE") == "1"
     with tqdm(
         total=max_rounds, delay=_PATIENCE_SECONDS, desc="measuring", leave=False, unit="round", disable=quiet
     ) as bar:
-        for done in range(max_rounds):
-            if done >= min_rounds and clock() - begin > seconds:
-                break
+        for done in range(1, max_rounds + 1):
             for name, step in variants.items():
                 samples[name].append(_sample(step, repeats[name], clock))
             bar.update()
+            spent = done == max_rounds or (done >= min_rounds and clock() - begin > seconds)
+            if done == next_look or spent:
+                ratios, looks, next_look = _look(samples, looks), looks + 1, 2 * next_look
+                if spent or (ratios and all(ratio.verdict != "noisy" for ratio in ratios.values())):
+                    break
         bar.total = bar.n  # in a notebook, a bar that ends early stays, in red
     timings = {name: _timing(values) for name, values in samples.items()}
-    baseline, *others = variants
-    ratios = {name: _ratio([a / b for a, b in zip(samples[baseline], samples[name], strict=True)]) for name in others}
-    return Comparison(names, baseline, timings, ratios, not_run, unit)
+    return Comparison(names, next(iter(variants)), timings, ratios, not_run, unit)
+
+
+def ratio(pairs: Sequence[float], confidence: float = _CONFIDENCE) -> Ratio:
+    """The median of paired ratios, with the narrowest symmetric order-statistic interval of this confidence.
+
+    The interval from the k-th smallest to the k-th largest of n values holds the true median with probability
+    1 - 2·P(Binomial(n, 1/2) < k), whatever their distribution (David and Nagaraja, Order Statistics, section 7.1).
+    With few pairs the widest interval may have less; `Ratio.confidence` is what it really has.
+    """
+    values, n = sorted(pairs), len(pairs)
+
+    def coverage(k: int) -> float:
+        return 1 - 2 * sum(math.comb(n, i) for i in range(k)) / 2**n
+
+    k = max((k for k in range(1, n // 2 + 1) if coverage(k) >= confidence), default=1)
+    return Ratio(statistics.median(values), values[k - 1], values[n - k], coverage(k))
+
+
+def _look(samples: dict[str, list[float]], looks: int) -> dict[str, Ratio]:
+    """The ratios to the first variant, after so many earlier looks.
+
+    Looking again and again finds a difference sooner or later where there is none, so the looks share the 5%: the
+    first takes what six pairs cost (2/2⁶), each later one half of what is left (alpha spending, Lan and DeMets 1983).
+    """
+    first = 2 / 2**_FEWEST
+    left = 1 - _CONFIDENCE - first
+    error = left / 2**looks if looks else first
+    spent = first + left * (1 - 1 / 2**looks) if looks else first
+    baseline, *others = samples
+    pairs = {name: [a / b for a, b in zip(samples[baseline], samples[name], strict=True)] for name in others}
+    return {name: replace(ratio(values, 1 - error), confidence=1 - spent) for name, values in pairs.items()}
+
+
+def _factor(value: float) -> str:
+    return f"{value:.2g}x" if value < 9.95 else f"{value:.0f}x"
 
 
 def _sample(step: Callable[[], object], repeats: int, clock: Callable[[], float]) -> float:
@@ -176,18 +213,3 @@ def _repeats(step: Callable[[], object], clock: Callable[[], float]) -> int:
 def _timing(samples: list[float]) -> Timing:
     low, median, high = statistics.quantiles(samples, n=4, method="inclusive") if len(samples) > 1 else samples * 3
     return Timing(median, low, high, tuple(samples))
-
-
-def _ratio(pairs: list[float]) -> Ratio:
-    """The median of the pairs, with the narrowest symmetric order-statistic interval of at least 95% if there is one.
-
-    The interval from the k-th smallest to the k-th largest of n values holds the true median with probability
-    1 - 2·P(Binomial(n, 1/2) < k), whatever their distribution (David and Nagaraja, Order Statistics, section 7.1).
-    """
-    values, n = sorted(pairs), len(pairs)
-
-    def coverage(k: int) -> float:
-        return 1 - 2 * sum(math.comb(n, i) for i in range(k)) / 2**n
-
-    k = max((k for k in range(1, n // 2 + 1) if coverage(k) >= _CONFIDENCE), default=1)
-    return Ratio(statistics.median(values), values[k - 1], values[n - k], coverage(k))

@@ -38,13 +38,18 @@ def figure(width: float = 7.0, height: float = 3.2, columns: int = 1, rows: int 
         return shown, shown.subplots(rows, columns, **layout)
 
 
-def show(shown: Figure, alt: str) -> None:
-    """Display a figure as a PNG; `alt` says in a sentence what a reader who does not see it should know."""
+def show(shown: Figure, alt: str, *, measured: bool = False) -> None:
+    """Display a figure as a PNG; `alt` says in a sentence what a reader who does not see it should know.
+
+    The test compares that sentence, so that its numbers stay true. With `measured=True` the figure shows what a clock
+    said, and neither is compared.
+    """
     from IPython.display import Image, display
 
     if len(alt.split()) < 4:
         raise ValueError(f"The alt text {alt!r} is too short: say in a sentence what the figure shows.")
-    display(Image(png(shown), alt=alt, width=int(shown.get_size_inches()[0] * 96)))
+    clocked = {"measured": True} if measured else {}
+    display(Image(png(shown), alt=alt, width=int(shown.get_size_inches()[0] * 96), metadata=clocked))
 
 
 def png(shown: Figure, dpi: int = 120) -> bytes:
@@ -64,7 +69,7 @@ def bars(
     label: str = "",
     form: str = "{:.3g}",
 ) -> None:
-    """Horizontal bars, one a name, first on top, each with its value; `spread` draws (low, high) whiskers."""
+    """Horizontal bars, one per name, the first on top, each with its value; `spread` draws (low, high) whiskers."""
     names = list(values)
     for i, name in enumerate(names):
         error = None
@@ -97,40 +102,10 @@ def comparison(result: Comparison, title: str) -> None:
         {name: t.median * scale for name, t in named.items()},
         spread={name: (t.low * scale, t.high * scale) for name, t in named.items()},
         title=title,
-        label=f"{unit} a {result.unit}, median and middle half (shorter is better)",
+        label=f"{unit} per {result.unit}, median and middle half (shorter is better)",
     )
     medians = "; ".join(f"{name}: {t!r}" for name, t in result.timings.items())
-    show(shown, f"Bar chart of median times. {title}. {medians}.")
-
-
-def ladder(machines: Mapping[str, Sequence[Mapping]], title: str) -> tuple[Figure, str]:
-    """A ladder's speed-ups as bars, a panel a machine, and the same in words for the alt text.
-
-    `machines` holds rows as results/ has them, by the machine's name; rungs that were not run get no bar.
-    """
-    named = {where: {_rung(row): row for row in rows if "skipped" not in row} for where, rows in machines.items()}
-    heights = [1.3 + 0.42 * len(rows) for rows in named.values()]
-    shown, axes = figure(8.5, sum(heights), rows=len(named), squeeze=False, sharex=True, height_ratios=heights)
-    said = []
-    for ax, (where, rows) in zip(axes[:, 0], named.items(), strict=True):
-        bars(
-            ax,
-            {name: row["speedup"] for name, row in rows.items()},
-            spread={name: (row["speedup_low"], row["speedup_high"]) for name, row in rows.items()},
-            title=f"{title}\n{where}",
-            label="times as fast as the strict-fp32 start, median and middle half (longer is better)",
-            form="{:.2f}x",
-        )
-        ax.tick_params(labelbottom=True)  # which the shared axis hides
-        listed = "; ".join(f"{name}: {row['speedup']:.2f}x".replace("\n", " ") for name, row in rows.items())
-        said.append(f"{where}: {listed}.")
-    return shown, f"Bar chart of speed-ups against strict fp32. {title}. {' '.join(said)}"
-
-
-def _rung(row: Mapping) -> str:
-    if not row["trains"]:
-        return f"{row['rung']}\n(does not train)"
-    return f"{row['rung']}\n(another task)" if row["apart"] else row["rung"]
+    show(shown, f"Bar chart of median times. {title}. {medians}.", measured=True)
 
 
 def curves(
@@ -166,17 +141,12 @@ def timeline(
     kinds: list[str] = []
     for row, spans in enumerate(lanes.values()):
         for start, end, kind in spans:
-            if kind not in kinds:
-                kinds.append(kind)
+            label = None if kind in kinds else kind  # once in the legend
+            kinds += [label] if label else []
             i = kinds.index(kind)
             ax.barh(row, end - start, left=start, height=0.6, color=COLOURS[i % len(COLOURS)],
-                    hatch=HATCHES[i % len(HATCHES)], edgecolor="white")  # fmt: skip
-    handles = [
-        matplotlib.patches.Patch(facecolor=COLOURS[i % len(COLOURS)], hatch=HATCHES[i % len(HATCHES)],
-                                 edgecolor="white", label=kind)
-        for i, kind in enumerate(kinds)
-    ]  # fmt: skip
-    ax.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.25), ncols=min(len(kinds), 4))
+                    hatch=HATCHES[i % len(HATCHES)], edgecolor="white", label=label)  # fmt: skip
+    ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.25), ncols=min(len(kinds), 4))
     ax.set_yticks(range(len(lanes)), list(lanes))
     ax.invert_yaxis()
     ax.set_title(title)

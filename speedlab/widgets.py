@@ -2,29 +2,33 @@
 
 import base64
 import html
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 
 import ipywidgets
 from matplotlib.figure import Figure
 
 from speedlab.plots import png
 
+_SHOWN: "weakref.WeakSet[Explorer]" = weakref.WeakSet()
+
 
 class Explorer(ipywidgets.VBox):
     """Controls above a view. Without a kernel, and in print, the view stands as it was with the default values."""
 
     def __init__(self, render: Callable[..., tuple[str | Figure, str]], controls: dict[str, ipywidgets.Widget]):
-        self._render, self._controls = render, controls
+        self._render, self.controls = render, controls
         self._view = ipywidgets.HTML()
         super().__init__([ipywidgets.HBox(list(controls.values())), self._view])
         for control in controls.values():
             control.observe(lambda _: self._update(), names="value")
         self._update()
+        _SHOWN.add(self)
 
     def _update(self) -> None:
         # an error in a callback would vanish into the log; a reader needs it in the view
         try:
-            shown, self._text = self._render(**{name: control.value for name, control in self._controls.items()})
+            shown, self._text = self._render(**{name: control.value for name, control in self.controls.items()})
         except ValueError as error:
             shown, self._text = f"<p>{html.escape(str(error))}</p>", str(error)
         self._picture = base64.b64encode(png(shown, dpi=96)).decode() if isinstance(shown, Figure) else None
@@ -36,7 +40,8 @@ class Explorer(ipywidgets.VBox):
         return self._text
 
     def _repr_mimebundle_(self, **kwargs):
-        bundle = super()._repr_mimebundle_(**kwargs) or {}
+        # ipywidgets cuts a long repr short: the test would compare its beginning only
+        bundle = {**(super()._repr_mimebundle_(**kwargs) or {}), "text/plain": self._text}
         # a figure inside text/html would be compared byte by byte; as a picture of its own it is not
         if self._picture:
             return {**bundle, "image/png": self._picture}, {"image/png": {"alt": self._text}}
@@ -50,3 +55,42 @@ def explore(render: Callable[..., tuple[str | Figure, str]], **controls: ipywidg
     text (for the figure: its alt text). A ValueError that it raises is shown as a sentence in the view.
     """
     return Explorer(render, controls)
+
+
+def move_all() -> list[str]:
+    """Move each control of each widget to its ends and through its choices; return what then has no view, and why.
+
+    Each control moves alone, from the default values, and is put back. This is what the test does after a notebook's
+    last cell: an exception in a callback is otherwise seen by the reader who moves that control, and by nobody else.
+    """
+    wrong = []
+    for explorer in sorted(_SHOWN, key=id):
+        for name, control in explorer.controls.items():
+            default = control.value
+            for value in _places(control):
+                try:
+                    control.value = value
+                    if not explorer._view.value.strip() or not explorer._text.strip():
+                        wrong.append(f"{name}={value!r}: nothing is shown")
+                except Exception as error:
+                    wrong.append(f"{name}={value!r}: {type(error).__name__}: {error}")
+            control.value = default
+    return wrong
+
+
+def _places(control: ipywidgets.Widget) -> Iterator[object]:
+    """The values worth trying: the ends and the middle of a range, each choice, both states of a box."""
+    if hasattr(control, "options"):
+        choices = [value for _, value in control._options_full]
+        many = isinstance(control.value, tuple)
+        return iter([(), *((choice,) for choice in choices), tuple(choices)] if many else choices)
+    if isinstance(control, ipywidgets.FloatLogSlider):
+        return iter([control.base**control.min, control.base**control.max])
+    if isinstance(control.value, bool):
+        return iter([True, False])
+    if isinstance(control.value, tuple) and hasattr(control, "min"):
+        return iter([(control.min, control.max), (control.min, control.min), (control.max, control.max)])
+    if hasattr(control, "min") and hasattr(control, "max"):
+        return iter([control.min, control.max])
+    # a free field: what a reader may type
+    return iter(["", "x"] if isinstance(control.value, str) else [0, -1, 1, 1e9])

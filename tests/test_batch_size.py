@@ -11,8 +11,10 @@ import time
 
 import pytest
 import torch
+import under_limit
 from notebook_answers import answers, defined
 from notebooks import ROOT
+from search_figures import digest
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -20,26 +22,9 @@ UNIT = ROOT / "code-units" / "9.5-batch-size-finder"
 FULL = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def beside_the_notebook():
-    """The notebook finds the script that it launches in its own folder."""
-    sys.path.insert(0, str(UNIT))
-    yield
-    sys.path.remove(str(UNIT))
-
-
 @pytest.fixture(scope="module")
-def lesson(beside_the_notebook) -> dict:
-    from searching import digest
-
+def lesson() -> dict:
     return {**answers(UNIT / "2-finding-it.ipynb"), "digest": digest}
-
-
-@pytest.fixture(scope="module")
-def under_limit(beside_the_notebook):
-    import under_limit
-
-    return under_limit
 
 
 class Network(nn.Module):
@@ -320,7 +305,7 @@ def test_lightning_names_the_attribute_that_is_missing(lesson):
     assert sizes == []
 
 
-def test_the_pretended_limit_is_met_and_told(lesson, under_limit):
+def test_the_pretended_limit_is_met_and_told(lesson):
     """What readers on macOS and Windows see: Lightning and the finder both take the refusal for the real thing."""
     outcome = under_limit.run(
         16, lesson["lightning_search"], "power", needs=[lesson["tune"], lesson["sized"]], pretend=True
@@ -356,17 +341,17 @@ def accidents() -> dict:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no signal that kills")
-def test_a_process_that_the_system_kills(under_limit, accidents):
+def test_a_process_that_the_system_kills(accidents):
     outcome = under_limit.run(64, accidents["is_killed"], pretend=True)
     assert outcome == under_limit.Outcome((2, 4, 8), (2, 4), None, "killed by SIGKILL at a batch of 8")
 
 
-def test_a_process_that_hangs_is_stopped(under_limit, accidents):
+def test_a_process_that_hangs_is_stopped(accidents):
     outcome = under_limit.run(64, accidents["hangs"], pretend=True, timeout=6)
     assert outcome.ended.startswith("stopped after 6 s") and outcome.returned is None
 
 
-def test_a_process_that_raises(under_limit, accidents):
+def test_a_process_that_raises(accidents):
     outcome = under_limit.run(64, accidents["raises"], pretend=True)
     assert outcome.ended == "raised ValueError: no such image at a batch of 2"
     with pytest.raises(ValueError, match="must be positive"):

@@ -1,46 +1,109 @@
-"""The checks of exercise 1 accept the solution and other right answers, see a stub, and explain planted mistakes."""
+"""The checks of exercise 1 accept what is right in any style, see a stub, and name the fault of what is wrong."""
 
 import math
+from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
+from notebook_answers import defined
 from torch import nn
 
+from speedlab import count
 from speedlab.checks import mixed_precision as checks
 
 NAME = "exercise-1-mixed-precision.ipynb"
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+TASKS = ("gap", "setting", "train_step", "saved_bytes", "break_even", "first_broken", "weights_lost", "safe_eps")
+
+
+def named(table: dict) -> list:
+    """The cases of a table of attacks, each under its name."""
+    return [pytest.param(*(case if isinstance(case, tuple) else (case,)), id=name) for name, case in table.items()]
+
+
+def attacks(table: dict) -> list:
+    """The cases of a table {name: (answer, words...)}."""
+    return [pytest.param(answer, words, id=name) for name, (answer, *words) in table.items()]
+
+
+@pytest.mark.parametrize("task", [*TASKS, "choose_scale", "machines"])
+def test_the_solution_is_correct_and_the_stub_not_attempted(task, solution, stub, verdict):
+    assert verdict(task, solution[task]) == "correct"
+    assert verdict(task, stub[task]) == "not attempted yet"
 
 
 # --- Task 1 ---------------------------------------------------------------------------------------------------------
 
-
-def test_gap_accepts_another_way(verdict):
-    assert verdict("gap", lambda w, t: torch.finfo(t).eps * 2.0 ** (math.frexp(w)[1] - 1)) == "correct"
-    bits = {FP16: 10, BF16: 7, FP32: 23}
-    assert verdict("gap", lambda w, t: torch.tensor(2.0 ** (math.frexp(w)[1] - 1 - bits[t]))) == "correct"
+BITS = {FP16: 10, BF16: 7, FP32: 23}
 
 
-@pytest.mark.parametrize(
-    ("answer", "word"),
-    [
-        (lambda w, t: torch.finfo(t).eps, "power of two"),
-        (lambda w, t: torch.finfo(t).tiny, "close to zero"),
-        (lambda w, t: torch.finfo(t).eps * abs(w), "round the weight down"),
-        (lambda w, t: torch.finfo(t).eps * 2.0 ** math.ceil(math.log2(abs(w))), "math.floor"),
-        (lambda w, t: torch.finfo(t).eps * 2.0 ** math.floor(math.log2(abs(w))) / 2, "half"),
-        (lambda w, t: math.copysign(torch.finfo(t).eps * 2.0 ** math.floor(math.log2(abs(w))), w), "abs(weight)"),
-        (lambda w, t: torch.finfo(t).eps * 2.0 ** math.trunc(math.log2(abs(w))), "halves below 1"),
-        (lambda w, t: 1e-3, "power of two"),
-        (lambda w, t: None, "return"),
-        (lambda w, t: "small", "number"),
-    ],
-)
-def test_gap_rejects(answer, word, rejects):
-    rejects("gap", answer, word)
+def below(w):
+    return 2.0 ** math.floor(math.log2(abs(w)))
+
+
+def by_spacing(w, t):
+    if t == BF16:
+        return np.spacing(torch.tensor(abs(w), dtype=t).float().numpy()) * 2**16
+    return np.spacing({FP16: np.float16, FP32: np.float32}[t](abs(w)))
+
+
+def by_nextafter(w, t):
+    here = torch.tensor(w, dtype=t).abs()
+    return torch.nextafter(here, torch.tensor(math.inf, dtype=t)) - here
+
+
+def from_the_unrounded(w, t):
+    here = torch.tensor(abs(w), dtype=t)
+    above = here if here.item() > abs(w) else torch.nextafter(here, torch.tensor(math.inf, dtype=t))
+    return above.item() - abs(w)
+
+
+GAPS = {
+    "frexp": lambda w, t: torch.finfo(t).eps * 2.0 ** (math.frexp(w)[1] - 1),
+    "a tensor": lambda w, t: torch.tensor(2.0 ** (math.frexp(w)[1] - 1 - BITS[t])),
+    "numpy's spacing": by_spacing,
+    "nextafter": by_nextafter,
+    "numpy's logarithm": lambda w, t: torch.finfo(t).eps * 2.0 ** np.floor(np.log2(np.abs(np.float64(w)))),
+    "a fraction": lambda w, t: Fraction(below(w)) / 2 ** BITS[t],
+    "an array": lambda w, t: np.array([torch.finfo(t).eps * below(w)]),
+}
+WRONG_GAPS = {
+    "eps": (lambda w, t: torch.finfo(t).eps, "power"),
+    "tiny": (lambda w, t: torch.finfo(t).tiny, "close to zero"),
+    "proportional": (lambda w, t: torch.finfo(t).eps * abs(w), "round the weight down"),
+    "ceil": (lambda w, t: torch.finfo(t).eps * 2.0 ** math.ceil(math.log2(abs(w))), "math.floor"),
+    "half": (lambda w, t: torch.finfo(t).eps * below(w) / 2, "That is half"),
+    "signed": (lambda w, t: math.copysign(torch.finfo(t).eps * below(w), w), "abs(weight)"),
+    "truncated": (lambda w, t: torch.finfo(t).eps * 2.0 ** math.trunc(math.log2(abs(w))), "halves below 1"),
+    "from the unrounded": (from_the_unrounded, "0.1 itself", "stores it"),
+    "a constant": (lambda w, t: 1e-3, "power of two"),
+    "a lookup": (lambda w, t: torch.finfo(t).eps * {3.0: 2, 0.75: 0.5, 100.0: 64, 0.1: 0.0625, 5.0: 4}.get(abs(w), 1),
+                 "0.3 has its next"),
+    "nothing": (lambda w, t: None, "return"),
+    "text": (lambda w, t: "small", "number"),
+    "nan": (lambda w, t: math.nan, "is nan"),
+    "inf": (lambda w, t: math.inf, "is inf"),
+    "zero": (lambda w, t: 0.0, "power of two"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("answer", named(GAPS))
+def test_gap_accepts(answer, verdict):
+    assert verdict("gap", answer) == "correct"
+
+
+@pytest.mark.parametrize(("answer", "words"), attacks(WRONG_GAPS))
+def test_gap_rejects(answer, words, rejects):
+    rejects("gap", answer, *words)
 
 
 # --- Task 2 ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [tuple, list, iter, lambda made: (*made[:2], np.bool_(made[2]))])
+def test_setting_accepts(kind, verdict):
+    assert verdict("setting", lambda p: kind(checks.SETTINGS[p])) == "correct"
 
 
 @pytest.mark.parametrize(
@@ -56,17 +119,18 @@ def test_gap_rejects(answer, word, rejects):
         ("bf16-mixed", (FP32, BF16, True), "exponents"),
         ("32-true", (FP32, FP32, True), "1e-38"),
         ("64-true", (FP64, FP64, True), "underflows"),
-        ("64-true", ("double", FP64, False), "'double'"),
-        ("64-true", FP64, "three things"),
+        ("64-true", ("double", FP64, False), "such as torch.float32, not 'double'"),
+        ("32-true", ("fp32", "fp32", False), "such as torch.float32, not 'fp32'"),
+        ("32-true", (np.float32, FP32, False), "as PyTorch names it"),
+        ("16-mixed", (FP32, FP16, "yes"), "True or False, not 'yes'"),
+        ("16-mixed", (FP32, FP16, None), "True or False, not None"),
+        ("64-true", FP64, "list of 3"),
+        ("64-true", (FP64, FP64), "3 things, not 2"),
+        ("64-true", None, "return"),
     ],
 )
 def test_setting_rejects(precision, changed, word, rejects):
-    rejects(
-        "setting",
-        lambda p: {**checks.SETTINGS, precision: changed}[p],
-        precision,
-        word,
-    )
+    rejects("setting", lambda p: {**checks.SETTINGS, precision: changed}[p], precision, word)
 
 
 # --- Task 3 ---------------------------------------------------------------------------------------------------------
@@ -95,9 +159,8 @@ def changed_step(*changes: tuple[str, str]) -> object:
     for old, new in changes:
         assert source.count(old) == 1, old
         source = source.replace(old, new)
-    names = {"torch": torch, "nn": nn, "SETTINGS": checks.SETTINGS}
-    exec(source, names)
-    return names["train_step"]
+    names = {"torch": torch, "nn": nn, "math": math, "SETTINGS": checks.SETTINGS, "__name__": "made"}
+    return defined(source, f"<changed {hash(source)}>", **names)["train_step"]
 
 
 IF_SCALED = """
@@ -147,17 +210,25 @@ CAST_THE_MODEL = """
 """
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        [],
-        [(MIDDLE, IF_SCALED)],
-        [(ZERO, ""), (UPDATE, UPDATE + ZERO)],
-        [(LOSS, LOSS_OUTSIDE_IN_FP32)],
-        [("inputs.to(weights)", "inputs.to(next(model.parameters()).dtype)")],
-    ],
-)
-def test_train_step_accepts_other_ways(changes, verdict):
+WHOLE_UNDER_AUTOCAST = "".join(
+    "    " + line for line in STEP[STEP.index("        loss =") : STEP.index("    return")].splitlines(keepends=True)
+).replace("            loss", "        loss", 1)
+STEPS = {
+    "the solution's way": [],
+    "without the scaler where it is off, clipped by hand": [(MIDDLE, IF_SCALED)],
+    "zeroed at the end": [(ZERO, ""), (UPDATE, UPDATE + ZERO)],
+    "zeroed at the beginning": [(ZERO, ""), ("    inputs, labels", ZERO + "    inputs, labels")],
+    "the loss outside, in fp32": [(LOSS, LOSS_OUTSIDE_IN_FP32)],
+    "the dtype of the weights looked up": [("inputs.to(weights)", "inputs.to(next(model.parameters()).dtype)")],
+    "a loss object": [("nn.functional.cross_entropy(", "nn.CrossEntropyLoss()(")],
+    "float()": [(RETURN, "return float(loss)")],
+    "a leftover comment": [(RETURN, "# raise NotImplementedError\n    return loss.item()")],
+    "model.train()": [(ZERO, ZERO + "    model.train()\n")],
+}
+
+
+@pytest.mark.parametrize("changes", named({name: (changes,) for name, changes in STEPS.items()}))
+def test_train_step_accepts(changes, verdict):
     assert verdict("train_step", changed_step(*changes)) == "correct"
 
 
@@ -176,12 +247,40 @@ MISTAKES = {
     "does not clip": ([(CLIP, "")], ["not clipped"]),
     "clips to its own norm": ([("max_norm)\n", "1.0)\n")], ["max_norm", "given"]),
     "clips each parameter": ([(CLIP, CLIP_EACH)], ["one parameter"]),
-    "keeps old gradients": ([(ZERO, "")], ["zero_grad"]),
+    "keeps old gradients": ([(ZERO, "")], ["zero_grad() in every step"]),
     "makes no step": ([("scaler.step(optimizer)", "pass"), (UPDATE, "")], ["did not change"]),
     "returns a tensor": ([(RETURN, "return loss")], ["float", "item"]),
     "returns the scaled loss": ([(RETURN, "return scaler.scale(loss).item()")], ["16-mixed", "scaled loss"]),
-    "returns a constant": ([(RETURN, "return 1.0")], ["losses"]),
+    "returns a constant": ([(RETURN, "return 1.0")], ["first loss is 1"]),
+    "returns nan": ([(RETURN, "return math.nan")], ["nan"]),
+    "the sum of the losses": ([("labels)\n", "labels, reduction='sum')\n")], ["add up the losses", "mean"]),
+    "half the batch": ([("labels)\n", "labels[:8])\n"), ("model(inputs)", "model(inputs[:8])")], ["half the batch"]),
+    "the loss after the step": (
+        [(RETURN, "return nn.functional.cross_entropy(model(inputs), labels).item()")],
+        ["32-true", "after the step"],
+    ),
+    "clips each number": ([("clip_grad_norm_", "clip_grad_value_")], ["clip_grad_norm_, not"]),
+    "zeroes after backward": (
+        [(ZERO, ""), ("backward()\n", "backward()\n" + ZERO)],
+        ["zero_grad belongs before backward"],
+    ),
+    "eval()": ([(ZERO, ZERO + "    model.eval()\n")], ["eval()", "dropout"]),
+    "two steps": ([("scaler.step(optimizer)", "optimizer.step()\n    optimizer.step()")], ["4 optimizer steps"]),
+    "backward under autocast": (
+        [(STEP[STEP.index(LOSS) : STEP.index("    return")], WHOLE_UNDER_AUTOCAST)],
+        ["bf16-mixed", "backward() runs under autocast"],
+    ),
+    "log_softmax": (
+        [
+            (
+                "nn.functional.cross_entropy(model(inputs), labels)",
+                "nn.functional.nll_loss(nn.functional.log_softmax(model(inputs), 1), labels)",
+            )
+        ],
+        ["bf16-mixed", "log_softmax on a CPU does not"],
+    ),
     "returns nothing": ([(RETURN, "pass")], ["NoneType"]),
+    "numpy's float": ([(RETURN, "return loss.detach().numpy()")], ["ndarray"]),
     "keeps the inputs in fp32": ([("        inputs = inputs.to(weights)", "        pass")], ["64-true", "convert"]),
     "casts the tokens": ([("if inputs.is_floating_point():", "if True:")], ["tokens", "integers"]),
     "casts the labels": ([("labels)", "labels.to(weights))")], ["labels"]),
@@ -220,40 +319,81 @@ def bytes_by_formula(
     return predict
 
 
-def test_saved_bytes_accepts_the_statistics(verdict):
-    assert verdict("saved_bytes", bytes_by_formula()) == "correct"
-    assert verdict("saved_bytes", bytes_by_formula(statistics=8)) == "correct"
+BYTES = {
+    "by formula": bytes_by_formula(),
+    "with the statistics": bytes_by_formula(statistics=8),
+    "numpy": lambda p, t, w: np.int64(bytes_by_formula()(p, t, w)),
+    "a tensor": lambda p, t, w: torch.tensor(bytes_by_formula()(p, t, w)),
+    "a float": lambda p, t, w: float(bytes_by_formula()(p, t, w)),
+}
 
 
-@pytest.mark.parametrize(
-    ("wrong", "words"),
-    [
-        ({"copies": 0}, ("bf16-mixed", "cast copies")),
-        ({"copies": 1}, ("bf16-mixed", "one weight matrix")),
-        ({"norm_mixed": 2}, ("bf16-mixed", "LayerNorm in fp32")),
-        ({"norm_mixed": 2, "copies": 0}, ("bf16-mixed", "Two things")),
-        ({"per_element": True}, ("one element",)),
-        ({"weights": 2}, ("there anyway",)),
-        ({"tensors": (1, 1, 4, 0)}, ("four times as wide",)),
-        ({"tensors": (1, 0, 4, 4)}, ("block's width",)),
-        ({"extra": 1}, ("one tensor too many",)),
-        ({"tensors": (1, 1, 1, 1)}, ("one by one",)),
-    ],
-)
-def test_saved_bytes_rejects(wrong, words, rejects):
-    rejects("saved_bytes", bytes_by_formula(**wrong), *words)
+def run_the_block(precision, tokens, width):
+    block = checks.mlp_block(width)
+    return count.saved_bytes(lambda: block(torch.ones(tokens, width)), block).bytes
 
 
-@pytest.mark.parametrize(
-    ("answer", "words"),
-    [
-        (lambda width: math.ceil(8 * width / 9), ("36", "not fewer", "as many")),
-        (lambda width: width, ("one token less", "smallest")),
-        (lambda width: 16 * width // 20 + 1, ("not fewer",)),
-        (lambda width: 8 * width / 9 + 1.01, ("whole number",)),
-        (lambda width: 0, ("whole number",)),
-    ],
-)
+WRONG_BYTES = {
+    "no copies": (bytes_by_formula(copies=0), "bf16-mixed", "cast copies"),
+    "one copy": (bytes_by_formula(copies=1), "bf16-mixed", "One weight matrix"),
+    "LayerNorm in 16 bits": (bytes_by_formula(norm_mixed=2), "bf16-mixed", "LayerNorm in fp32"),
+    "both": (bytes_by_formula(norm_mixed=2, copies=0), "bf16-mixed", "Two things"),
+    "copies in fp32": (bytes_by_formula(copies=4), "bf16-mixed", "in 16 bits, not in 32"),
+    "the unit's 28": (
+        lambda p, t, w: 28 * t * w if "mixed" in p else bytes_by_formula()(p, t, w),
+        "28 bytes",
+        "apart",
+    ),
+    "per element": (bytes_by_formula(per_element=True), "one element"),
+    "the weights": (bytes_by_formula(weights=2), "there anyway"),
+    "no second wide one": (bytes_by_formula(tensors=(1, 1, 4, 0)), "four times as wide"),
+    "no second narrow one": (bytes_by_formula(tensors=(1, 0, 4, 4)), "block's width"),
+    "the output": (bytes_by_formula(extra=1), "last layer"),
+    "a third wide one": (bytes_by_formula(extra=4), "four times as wide"),
+    "all narrow": (bytes_by_formula(tensors=(1, 1, 1, 1)), "one by one"),
+    "nan": (lambda *_: math.nan, "is nan"),
+    "inf": (lambda *_: math.inf, "is inf"),
+    "runs the block": (run_the_block, "by arithmetic alone"),
+    "nothing": (lambda *_: None, "return"),
+    "KiB": (lambda p, t, w: bytes_by_formula()(p, t, w) / 1024, "off"),
+}
+NUMBERS_OF_TOKENS = {
+    "numpy": lambda w: np.int64(8 * w // 9) + 1,
+    "a float": lambda w: math.floor(8 * w / 9 + 1e-9) + 1.0,
+    "a tensor": lambda w: torch.tensor(8 * w // 9 + 1),
+    "searched": lambda w: next(t for t in range(1, 10**6) if 18 * t * w > 16 * w * w),
+}
+WRONG_NUMBERS_OF_TOKENS = {
+    "as many": (lambda w: math.ceil(8 * w / 9), "36", "not fewer", "as many"),
+    "the width": (lambda w: w, "one token less", "smallest"),
+    "22 for 40": (lambda w: 16 * w // 20 + 1, "not fewer"),
+    "not whole": (lambda w: 8 * w / 9 + 1.01, "whole number"),
+    "zero": (lambda w: 0, "at least 1"),
+    "a lookup": (lambda w: {36: 33, 32: 29, 64: 57, 100: 89}.get(w, 40), "width 27"),
+    "nan": (lambda w: math.nan, "is nan"),
+    "inf": (lambda w: math.inf, "is inf"),
+    "far too many": (lambda w: 5 * 10**7, "far too many"),
+    "more still": (lambda w: 16 * w**3, "far too many"),
+    "nothing": (lambda w: None, "return"),
+}
+
+
+@pytest.mark.parametrize("answer", named(BYTES))
+def test_saved_bytes_accepts(answer, verdict):
+    assert verdict("saved_bytes", answer) == "correct"
+
+
+@pytest.mark.parametrize(("answer", "words"), attacks(WRONG_BYTES))
+def test_saved_bytes_rejects(answer, words, rejects):
+    rejects("saved_bytes", answer, *words)
+
+
+@pytest.mark.parametrize("answer", named(NUMBERS_OF_TOKENS))
+def test_break_even_accepts(answer, verdict):
+    assert verdict("break_even", answer) == "correct"
+
+
+@pytest.mark.parametrize(("answer", "words"), attacks(WRONG_NUMBERS_OF_TOKENS))
 def test_break_even_rejects(answer, words, rejects):
     rejects("break_even", answer, *words)
 
@@ -261,41 +401,77 @@ def test_break_even_rejects(answer, words, rejects):
 # --- Task 6 ---------------------------------------------------------------------------------------------------------
 
 
-def broken_by(stages=checks.STAGES, is_broken=lambda t: not t.isfinite().all(), step=True):
+def broken_by(stages=checks.STAGES, is_broken=lambda t: not t.isfinite().all(), steps=1, zero=True, biases=True):
     """The tool of task 6 with some stages left out, reordered, or judged differently."""
 
     def first_broken(model, loss_fn, optimizer, inputs, targets):
+        if zero:
+            optimizer.zero_grad()
         logits = model(inputs)
         loss = loss_fn(logits, targets)
         loss.backward()
+        looked_at = [p for name, p in model.named_parameters() if biases or "weight" in name]
         found = {"logits": [logits], "loss": [loss]}
-        found["gradients"] = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-        if step:
+        found["gradients"] = [p.grad.clone() for p in looked_at if p.grad is not None]
+        for _ in range(steps):
             optimizer.step()
-        found["weights"] = list(model.parameters())
+        found["weights"] = looked_at
         return next((stage for stage in stages if any(is_broken(t) for t in found[stage])), None)
 
     return first_broken
 
 
-def test_first_broken_accepts_another_way(verdict):
-    assert verdict("first_broken", broken_by()) == "correct"
+def at_once(model, loss_fn, optimizer, inputs, targets):
+    """Return as soon as something is broken, before the step if need be."""
+    model.zero_grad(set_to_none=False)
+    logits = model(inputs)
+    if torch.any(~torch.isfinite(logits)):
+        return "logits"
+    loss = loss_fn(logits, targets)
+    if not math.isfinite(loss):
+        return "loss"
+    loss.backward()
+    if not all(p.grad is None or np.isfinite(p.grad.numpy()).all() for p in model.parameters()):
+        return "gradients"
+    optimizer.step()
+    flat = torch.cat([p.detach().float().flatten() for p in model.parameters()])
+    return None if torch.isfinite(flat).all() else "weights"
 
 
-@pytest.mark.parametrize(
-    ("answer", "words"),
-    [
-        (broken_by(stages=("logits", "loss", "gradients")), ("optimizer.step()",)),
-        (broken_by(step=False), ("optimizer.step()",)),
-        (broken_by(is_broken=lambda t: t.isnan().any()), ("inf",)),
-        (broken_by(is_broken=lambda t: not t.isfinite().any()), ("all elements",)),
-        (broken_by(stages=("weights", "gradients", "loss", "logits")), ("in the order",)),
-        (broken_by(stages=("loss", "gradients", "weights")), ("'logits' broke first",)),
-        (broken_by(is_broken=lambda t: t.abs().max() > 1 or not t.isfinite().all()), ("finite number",)),
-        (lambda *_: "optimizer", ("'logits'", "'weights'")),
-        (lambda *_: False, ("None",)),
-    ],
-)
+DIAGNOSES = {
+    "all at the end": broken_by(),
+    "at once": at_once,
+    "by difference": broken_by(is_broken=lambda t: (t - t != 0).any()),
+    "in numpy": broken_by(is_broken=lambda t: not np.isfinite(t.detach().float().numpy()).all()),
+}
+WRONG_DIAGNOSES = {
+    "never the weights": (broken_by(stages=("logits", "loss", "gradients")), "optimizer.step()"),
+    "no step": (broken_by(steps=0), "optimizer.step()"),
+    "two steps": (broken_by(steps=2), "makes 2 steps"),
+    "old gradients": (broken_by(zero=False), "zero_grad"),
+    "nan only": (broken_by(is_broken=lambda t: t.isnan().any()), "inf"),
+    "all must be broken": (broken_by(is_broken=lambda t: not t.isfinite().any()), "all elements"),
+    "from the end": (broken_by(stages=("weights", "gradients", "loss", "logits")), "in the order"),
+    "without the logits": (broken_by(stages=("loss", "gradients", "weights")), "'logits' broke first"),
+    "large numbers": (broken_by(is_broken=lambda t: t.abs().max() > 1 or not t.isfinite().all()), "finite number"),
+    "of a sum": (broken_by(is_broken=lambda t: not t.sum().isfinite()), "large logits", "not a sum"),
+    "the last one only": (broken_by(is_broken=lambda t: not t.flatten()[-1].isfinite()), "in the middle"),
+    "the first one only": (broken_by(is_broken=lambda t: not t.flatten()[0].isfinite()), "logits"),
+    "no biases": (broken_by(biases=False), "bias"),
+    "nothing ever": (lambda *_: None, "makes no step"),
+    "always logits": (lambda *_: "logits", "nothing breaks"),
+    "other words": (lambda *_: "optimizer", "'logits'", "'weights'"),
+    "a flag": (lambda *_: False, "None"),
+    "a list": (lambda *_: ["logits"], "None"),
+}
+
+
+@pytest.mark.parametrize("answer", named(DIAGNOSES))
+def test_first_broken_accepts(answer, verdict):
+    assert verdict("first_broken", answer) == "correct"
+
+
+@pytest.mark.parametrize(("answer", "words"), attacks(WRONG_DIAGNOSES))
 def test_first_broken_rejects(answer, words, rejects):
     rejects("first_broken", answer, *words)
 
@@ -326,31 +502,49 @@ def stored_v(g: torch.Tensor, beta2: float) -> torch.Tensor:
     return ((1 - beta2) * g.double() ** 2).to(g.dtype)
 
 
-def test_weights_lost_accepts_steps_in_the_format_itself(verdict):
-    answer = lost_where(lambda g, beta2: g * g * (1 - beta2))
+def lost_eps(g: torch.Tensor, eps: float) -> bool:
+    return torch.tensor(eps, dtype=g.dtype) == 0
+
+
+RIGHT_LOST = lost_where(stored_v)
+LOST = {
+    "through double precision": RIGHT_LOST,
+    "in the format itself": lost_where(lambda g, beta2: g * g * (1 - beta2)),
+    "numpy's sum": lambda g, eps, beta2: np.sum(((stored_v(g, beta2).sqrt() + torch.tensor(eps).to(g)) == 0).numpy()),
+    "a tensor": lambda g, eps, beta2: ((stored_v(g, beta2) == 0) & (torch.tensor(eps, dtype=g.dtype) == 0)).sum(),
+    "a float": lambda g, eps, beta2: float(RIGHT_LOST(g, eps, beta2)),
+    "one by one": lambda g, eps, beta2: sum(RIGHT_LOST(x, eps, beta2) for x in g),
+}
+WRONG_LOST = {
+    "none": (lambda g, eps, beta2: 0, "rounds to zero"),
+    "where v is zero": (lambda g, eps, beta2: int((stored_v(g, beta2) == 0).sum()), "eps saves"),
+    "eps in double": (lost_where(stored_v, lambda v, eps: v.double().sqrt() + eps), "rounds to zero"),
+    "g squared": (lost_where(lambda g, beta2: (g.double() ** 2).to(g.dtype)), "1 - beta2"),
+    "no zeros": (lost_where(stored_v, and_also=lambda g: g != 0), "0 / 0"),
+    "zeros only": (lambda g, eps, beta2: int((g == 0).sum()) if lost_eps(g, eps) else 0, "zero far"),
+    "a threshold": (lambda g, eps, beta2: int((g.abs() < 1e-3).sum()) if g.dtype == FP16 and eps < 3e-8 else 0,
+                    "(1 - beta2)"),
+    "fp16 only": (lambda g, eps, beta2: RIGHT_LOST(g, eps, beta2) if g.dtype == FP16 else 0, "eps itself"),
+    "runs Adam": (lambda g, eps, beta2: int(checks.first_adam_step(g, eps, beta2).isnan().sum()), "an optimizer"),
+    "nan": (lambda g, eps, beta2: math.nan, "is nan"),
+    "nothing": (lambda g, eps, beta2: None, "return"),
+    "all": (lambda g, eps, beta2: 400, "you predict 400"),
+    "the mask": (lambda g, eps, beta2: g == 0, "one number"),
+    "zeroes its input": (lambda g, eps, beta2: int((g.zero_() == 0).sum()), "you predict 400"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("answer", named(LOST))
+def test_weights_lost_accepts(answer, verdict):
     assert verdict("weights_lost", answer) == "correct"
 
 
-@pytest.mark.parametrize(
-    ("answer", "words"),
-    [
-        (lambda g, eps, beta2: 0, ("rounds to zero",)),
-        (lambda g, eps, beta2: int((stored_v(g, beta2) == 0).sum()), ("eps saves",)),
-        (lost_where(stored_v, lambda v, eps: v.double().sqrt() + eps), ("rounds to zero",)),
-        (lost_where(lambda g, beta2: (g.double() ** 2).to(g.dtype)), ("1 - beta2",)),
-        (lost_where(stored_v, and_also=lambda g: g != 0), ("0 / 0",)),
-        (lambda g, eps, beta2: int((g == 0).sum()) if torch.tensor(eps, dtype=g.dtype) == 0 else 0, ("square",)),
-        (
-            lambda g, eps, beta2: int((g.abs() < 1e-3).sum()) if g.dtype == FP16 and eps < 3e-8 else 0,
-            ("(1 - beta2)",),
-        ),
-    ],
-)
+@pytest.mark.parametrize(("answer", "words"), attacks(WRONG_LOST))
 def test_weights_lost_rejects(answer, words, rejects):
     rejects("weights_lost", answer, *words)
 
 
-@pytest.mark.parametrize("eps", [6e-4, 1e-3, 2e-3, 5e-3])
+@pytest.mark.parametrize("eps", [5.5e-4, 6e-4, 1e-3, np.float32(1e-3), torch.tensor(2e-3), 5e-3, Fraction(1, 1000)])
 def test_safe_eps_accepts(eps, verdict):
     assert verdict("safe_eps", lambda: eps) == "correct"
 
@@ -359,11 +553,17 @@ def test_safe_eps_accepts(eps, verdict):
     ("eps", "words"),
     [
         (1e-8, ("are lost", "rounds")),
-        (1e-7, ("no weight is lost", "learning rates")),
+        (1e-7, ("weights move by more than 10", "learning rates")),
         (1e-4, ("learning rates", "lr * g / eps")),
+        (4.9e-4, ("weights move by more than 10",)),
+        (5.4e-4, ("400 of 400 weights move by more than 10",)),
         (3e-2, ("0.01", "smallest eps")),
         (1.0, ("0.01",)),
         (0, ("positive",)),
+        (-1e-3, ("positive",)),
+        (math.nan, ("nan",)),
+        (math.inf, ("inf",)),
+        ([1e-3], ("number",)),
         (None, ("return",)),
     ],
 )
@@ -374,56 +574,85 @@ def test_safe_eps_rejects(eps, words, rejects):
 # --- Task 8 ---------------------------------------------------------------------------------------------------------
 
 
-def scale_by(smallest=2.0**-24, largest=65504.0, sizes=None, power=True, only_up=False):
-    """The scale of task 8 with its limits, the sizes it looks at, or the rounding to a power of two changed."""
+def scale_by(sizes=None, power=True, only_up=False, factor=1.0, survive=None, range_=range(-400, 400)):
+    """The scale of task 8 with what it looks at, the rounding to a power of two, or the test of survival changed."""
 
     def choose_scale(gradients):
         found = torch.cat([g.flatten() for g in gradients]).abs() if sizes is None else sizes(gradients)
         found = found[found > 0].double()
         if not len(found):
             return 1.0
-        scale = largest / found.max().item()
+        scale = 65519 / found.max().item()
         scale = 2.0 ** math.floor(math.log2(scale)) if power else scale
-        scale = max(scale, 1.0) if only_up else scale
-        return scale if found.min().item() * scale >= smallest else None
+        scale = (max(scale, 1.0) if only_up else scale) * factor
+        alive = (found * scale).half().min() > 0 if survive is None else survive(found.min().item() * scale)
+        return scale if alive and math.log2(scale) // 1 in range_ else None
 
     return choose_scale
 
 
-def test_choose_scale_accepts_the_smallest_scale_too(verdict):
-    def smallest_that_works(gradients):
-        for exponent in range(-40, 100):
-            scaled = [(g.double() * 2.0**exponent).half() for g in gradients]
-            alive = all(((s != 0) | (g == 0)).all() for s, g in zip(scaled, gradients, strict=True))
-            if alive and all(s.isfinite().all() for s in scaled):
-                return 2**exponent
-        return None
-
-    assert verdict("choose_scale", scale_by()) == "correct"
-    assert verdict("choose_scale", smallest_that_works) == "correct"
+def smallest_that_works(gradients):
+    for exponent in range(-60, 100):
+        scaled = [(g.double() * 2.0**exponent).float().half() for g in gradients]
+        alive = all(((s != 0) | (g == 0)).all() for s, g in zip(scaled, gradients, strict=True))
+        if alive and all(s.isfinite().all() for s in scaled):
+            return 2**exponent
+    return None
 
 
-@pytest.mark.parametrize(
-    ("answer", "words"),
-    [
-        (lambda gradients: 65536.0, ("overflow", "largest")),
-        (lambda gradients: 1.0, ("become zero", "smallest")),
-        (scale_by(power=False), ("power of two",)),
-        (scale_by(smallest=torch.finfo(FP16).tiny), ("None", "2^-24")),
-        (scale_by(only_up=True), ("too large", "overflow")),
-        (scale_by(smallest=0.0), ("spread too far", "return None")),
-        (scale_by(sizes=lambda gradients: gradients[0].flatten().abs()), ("all tensors",)),
-        (scale_by(sizes=lambda gradients: torch.cat([g.flatten() for g in gradients])), ("sign",)),
-        (
-            lambda gradients: (
-                2.0**-24 / min(g.abs().min() for g in gradients).item() if gradients[0].all() else math.inf
-            ),
-            ("power",),
-        ),
-        (lambda gradients: math.inf, ("zeros",)),
-        (lambda gradients: None, ("None",)),
-    ],
-)
+def in_numpy(gradients):
+    f = np.abs(np.concatenate([g.numpy().ravel() for g in gradients]))
+    if not f.any():
+        return np.float32(1)
+    scale = np.float32(2.0) ** np.floor(np.log2(65504 / f.max()))
+    return scale if (f[f > 0].astype(np.float64) * scale).min() > 2.0**-25 else None
+
+
+def keeps_nothing(gradients):
+    scale = scale_by()(gradients)
+    for g in gradients:
+        g.zero_()
+    gradients.clear()
+    return scale
+
+
+SCALES = {
+    "the largest": scale_by(),
+    "the smallest": smallest_that_works,
+    "in numpy": in_numpy,
+    "a tensor": lambda gradients: (s := scale_by()(gradients)) and torch.tensor(s, dtype=FP64),
+    "its input destroyed": keeps_nothing,
+}
+SIZES = {24: 2.0**25, 33: 2.0**20, 20: 1.0, 15: 2.0**-10}
+WRONG_SCALES = {
+    "65536": (lambda gradients: 65536.0, "overflow", "largest"),
+    "one": (lambda gradients: 1.0, "become zero", "smallest"),
+    "no power": (scale_by(power=False), "power of two"),
+    "finfo.tiny": (scale_by(survive=lambda s: s >= torch.finfo(FP16).tiny), "None", "2^-24"),
+    "2^-24, not 2^-25": (scale_by(survive=lambda s: s >= 2.0**-24), "rounds up", "above 2^-25"),
+    "2^-25 itself": (scale_by(factor=0.5, survive=lambda s: s >= 2.0**-25), "whole range", "above 2^-25"),
+    "only up": (scale_by(only_up=True), "too large", "overflow"),
+    "whatever is lost": (scale_by(survive=lambda s: True), "spread too far", "return None"),
+    "the first tensor": (scale_by(sizes=lambda gradients: gradients[0].flatten().abs()), "all tensors"),
+    "without abs": (scale_by(sizes=lambda gradients: torch.cat([g.flatten() for g in gradients])), "sign"),
+    "half of it": (scale_by(factor=0.5), "whole range is needed"),
+    "a short range": (scale_by(range_=range(-8, 12)), "would do"),
+    "the exponent": (lambda g: (s := scale_by()(g)) and math.log2(s), "2.0 **"),
+    "by their number": (lambda g: SIZES.get(sum(t.numel() for t in g), 1.0), ""),
+    "inf": (lambda gradients: math.inf, "inf"),
+    "nan": (lambda gradients: math.nan, "nan"),
+    "zero": (lambda gradients: 0.0, "no scale"),
+    "negative": (lambda gradients: -(scale_by()(gradients) or 1.0), "no scale"),
+    "none": (lambda gradients: None, "would do"),
+}
+
+
+@pytest.mark.parametrize("answer", named(SCALES))
+def test_choose_scale_accepts(answer, verdict):
+    assert verdict("choose_scale", answer) == "correct"
+
+
+@pytest.mark.parametrize(("answer", "words"), attacks(WRONG_SCALES))
 def test_choose_scale_rejects(answer, words, rejects):
     rejects("choose_scale", answer, *words)
 
@@ -448,9 +677,20 @@ def test_machines_gives_a_reason_for_every_wrong_setting(name, verdict):
         ({**RIGHT, "laptop": "bf16-mixed"}, ("AVX2",)),
         ({**RIGHT, "server": "32-true"}, ("AMX",)),
         ({"V100": "16-mixed"}, ("H100",)),
-        ({**RIGHT, "laptop": "bf16"}, ("five settings",)),
+        ({**RIGHT, "laptop": "bf16"}, ("none of the options",)),
+        ({**RIGHT, "laptop": ["32-true"]}, ("none of the options",)),
         (list(RIGHT.values()), ("dictionary",)),
     ],
 )
 def test_machines_rejects(chosen, words, rejects):
     rejects("machines", lambda: chosen, *words)
+
+
+# --- All tasks ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("task", [*TASKS, "choose_scale", "machines"])
+def test_an_endless_answer_is_stopped(task, verdict, monkeypatch):
+    monkeypatch.setattr(getattr(checks, task), "seconds", 0.3)
+    endless = defined("def answer(*given):\n    while True:\n        given = given", "<endless>", __name__="made")
+    assert "had not ended after 0.3 s at the line `" in verdict(task, endless["answer"])

@@ -1,15 +1,43 @@
-"""The checks of exercise 2 accept the solution and other right answers, see a stub, and explain planted mistakes."""
+"""The checks of exercise 2 accept what is right in any style, see a stub, and name the fault of what is wrong."""
 
+import itertools
 import math
+from fractions import Fraction
 
+import numpy as np
 import psutil
 import pytest
 import torch
 from notebook_answers import defined
+from torch import nn
+from torch.nn import functional as F
 
 from speedlab.checks import parallelism as checks
 
 NAME = "exercise-2-parallelism.ipynb"
+
+
+def changed(source: str, *changes: tuple[str, str]) -> object:
+    """The last function of a source with some of its lines replaced."""
+    for old, new in changes:
+        assert source.count(old) == 1, old
+        source = source.replace(old, new)
+    names = dict(torch=torch, nn=nn, F=F, math=math, np=np, __name__="made")
+    made = defined(source, f"<changed {hash(source)}>", **names)
+    return next(value for name, value in reversed(made.items()) if getattr(value, "__module__", "") == "made")
+
+
+def named(table: dict) -> list:
+    """The cases of a table of attacks, each under its name."""
+    return [pytest.param(*(case if isinstance(case, tuple) else (case,)), id=name) for name, case in table.items()]
+
+
+@pytest.mark.parametrize(
+    "task", ["ring_all_reduce", "column_linear", "bubble", "enough", "ring_attention", "overrule"]
+)
+def test_the_solution_is_correct_and_the_stub_not_attempted(task, solution, stub, verdict):
+    assert verdict(task, solution[task]) == "correct"
+    assert verdict(task, stub[task]) == "not attempted yet"
 
 
 def test_the_stubs_start_no_process(stub, verdict):
@@ -44,6 +72,22 @@ def ring_all_reduce(tensor, rank, world_size, send, receive):
             send(leaving, (rank - 1) % world_size)
             getattr(arriving, phase)(receive(arriving, (rank + 1) % world_size))
 """
+BOUNDS = """
+def ring_all_reduce(tensor, rank, world_size, send, receive):
+    def part(index):
+        edges = np.linspace(0, len(tensor), world_size + 1).round().astype(int)
+        return slice(edges[index % world_size], edges[index % world_size + 1])
+    neighbours = np.int64(rank + 1) % world_size, torch.tensor(rank - 1) % world_size
+    step = 0
+    while step < 2 * world_size - 2:
+        send(chunk=tensor[part(rank - step)], to=neighbours[0])
+        like = torch.empty(len(tensor[part(rank - step - 1)]))
+        got = receive(like, source=neighbours[1])
+        now = tensor[part(rank - step - 1)]
+        tensor[part(rank - step - 1)] = now + got if step < world_size - 1 else got
+        step += 1
+    return tensor
+"""
 EVERYBODY = """
 def ring_all_reduce(tensor, rank, world_size, send, receive):
     others = [r for r in range(world_size) if r != rank]
@@ -71,65 +115,81 @@ def ring_all_reduce(tensor, rank, world_size, send, receive):
         passed = receive(passed, (rank - 1) % world_size)
         tensor.add_(passed)
 """
-
-
-def changed(source: str, *changes: tuple[str, str]) -> object:
-    """The function of a source with some of its lines replaced."""
-    for old, new in changes:
-        assert source.count(old) == 1, old
-        source = source.replace(old, new)
-    names = defined(source, f"<changed {hash(source)}>", torch=torch, math=math)
-    return names.get("ring_all_reduce") or names["column_linear"]
-
-
-def test_ring_accepts_a_ring_that_turns_the_other_way(verdict):
-    assert verdict("ring_all_reduce", changed(LEFTWARD)) == "correct"
-
-
-ADD = "            arriving.add_(received)\n"
-RING_MISTAKES = {
-    "sends everything to everybody": ([EVERYBODY], ["everybody", "one chunk in each"]),
-    "rank 0 does it all": ([CENTRAL], ["a rank sends", "2 (world_size - 1) steps"]),
-    "passes whole tensors round": ([SHIFTED], ["a rank sends", "chunks"]),
-    "adds in both phases": ([RING, ("arriving.copy_(received)", "arriving.add_(received)")], ["copied, not added"]),
-    "stops after the first phase": ([RING, ("range(2 * (world_size - 1))", "range(world_size - 1)")], ["finished"]),
-    "one step too few": ([RING, ("range(2 * (world_size - 1))", "range(2 * world_size - 3)")], ["sum"]),
-    "forgets to write": ([RING, (ADD, "            arriving = arriving + received\n")], ["no rank", "view"]),
-    "sends to nobody": ([RING, ("(rank + 1) % world_size, (rank - 1)", "rank + 1, (rank - 1)")], ["modulo"]),
-    "receives before it sends": (
-        [RING, ("        send(leaving, right)\n", ""), (ADD, ADD + "            send(leaving, right)\n")],
-        ["waits", "before it receives"],
-    ),
-    "the wrong chunk arrives": ([RING, ("rank - step - 1", "rank - step + 1")], []),
+DIRECT = """
+def ring_all_reduce(tensor, rank, world_size, send, receive):
+    chunks = tensor.tensor_split(world_size)
+    others = [r for r in range(world_size) if r != rank]
+    for other in others:
+        send(chunks[other], other)
+    for other in others:
+        chunks[rank].add_(receive(chunks[rank], other))
+    for other in others:
+        send(chunks[rank], other)
+    for other in others:
+        chunks[other].copy_(receive(chunks[other], other))
+"""
+SPLIT = "list(tensor.tensor_split(world_size))"
+SEND, ADD = "        send(leaving, right)\n", "            arriving.add_(received)\n"
+RECEIVE = "        received = receive(arriving, left)\n"
+RECEIVE_INTO = "        received = torch.empty_like(arriving)\n        receive(received, left)\n"
+RINGS = {
+    "to the left": [LEFTWARD],
+    "slices, a buffer, numpy's and torch's ranks": [BOUNDS],
+    "a leftover comment": [RING, (SPLIT, SPLIT + "\n    # raise NotImplementedError")],
+    "a raise after the return": [RING + "    return\n    raise NotImplementedError\n"],
+    "a helper outside": [
+        "def add(a, b):\n    a += b\n" + RING,
+        ("arriving.add_(received)", "add(arriving, received)"),
+    ],
+    "it sends copies": [RING, ("send(leaving, right)", "send(leaving.clone(), right)")],
+    "array_split's sizes": [RING, (SPLIT, "torch.split(tensor, [len(c) for c in tensor.tensor_split(world_size)])")],
+    "one rank apart": [RING, ("    right, left", "    if world_size == 1:\n        return\n    right, left")],
 }
+RING_MISTAKES = {
+    "sends everything to everybody": ([EVERYBODY], "everybody", "one chunk in each"),
+    "rank 0 does it all": ([CENTRAL], "a rank sends", "2 (world_size - 1) steps"),
+    "passes whole tensors round": ([SHIFTED], "a rank sends", "chunks"),
+    "no ring, with as many bytes": ([DIRECT], "no ring", "one neighbour only"),
+    "adds in both phases": ([RING, ("arriving.copy_(received)", "arriving.add_(received)")], "copied, not added"),
+    "stops after the first phase": ([RING, ("range(2 * (world_size - 1))", "range(world_size - 1)")], "finished"),
+    "one step too few": ([RING, ("range(2 * (world_size - 1))", "range(2 * world_size - 3)")], "the sum at"),
+    "one step too many": ([RING, ("range(2 * (world_size - 1))", "range(2 * world_size - 1)")], "bytes"),
+    "forgets to write": ([RING, (ADD, "            arriving = arriving + received\n")], "no rank", "view"),
+    "receives into a buffer": ([RING, (RECEIVE, RECEIVE_INTO)], "does not fill its argument"),
+    "returns the sum": ([RING, ("    right,", "    given, tensor = tensor, tensor.clone()\n    right,"),
+                         ("            arriving.copy_(received)\n", "            arriving.copy_(received)\n    "
+                          "return tensor\n")], "you return the sum", "copy_"),
+    "the mean": ([RING + "    tensor /= world_size\n"], "mean", "sums"),
+    "sends to nobody": ([RING, ("(rank + 1) % world_size, (rank - 1)", "rank + 1, (rank - 1)")], "modulo"),
+    "receives before it sends": ([RING, (SEND, ""), (ADD, ADD + "    " + SEND)], "waits", "before it receives"),
+    "the wrong chunk arrives": ([RING, ("rank - step - 1", "rank - step + 1")], ""),
+    "chunk instead of tensor_split": ([RING, (SPLIT, "tensor.chunk(world_size)")], "numbers on", "tensor_split"),
+    "half precision": ([RING, ("send(leaving, right)", "send(leaving.half(), right)"),
+                        ("receive(arriving, left)", "receive(arriving.half(), left)")], "torch.float16", "rounded"),
+    "sends a list": ([RING, ("send(leaving, right)", "send(leaving.tolist(), right)")], "list, not a tensor"),
+    "only the last chunks": ([RING, (SPLIT, "tensor[: len(tensor) // world_size * world_size].chunk(world_size)")],
+                             "numbers"),
+    "one rank leaves early": ([RING, ("    right,", "    if rank == 1:\n        return\n    right,")], "waits"),
+    "nothing": (["def ring_all_reduce(*_):\n    pass"], "no rank holds"),
+    "zeros": (["def ring_all_reduce(tensor, *_):\n    tensor.zero_()"], "no rank holds"),
+    "nan": (["def ring_all_reduce(tensor, *_):\n    tensor.fill_(math.nan)"], "no rank holds"),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("mistake", RING_MISTAKES)
-def test_ring_rejects(mistake, rejects):
-    (source, *changes), words = RING_MISTAKES[mistake]
-    rejects("ring_all_reduce", changed(source, *changes), *words)
+@pytest.mark.parametrize("made", named({name: (made,) for name, made in RINGS.items()}))
+def test_ring_accepts(made, verdict):
+    assert verdict("ring_all_reduce", changed(*made)) == "correct"
 
 
-def test_ring_tells_a_mean_from_a_sum(rejects):
-    ring = changed(RING)
-
-    def mean(tensor, rank, world_size, send, receive):
-        ring(tensor, rank, world_size, send, receive)
-        tensor /= world_size
-
-    rejects("ring_all_reduce", mean, "mean", "sums")
+@pytest.mark.parametrize(("made", "words"), named({name: (m, words) for name, (m, *words) in RING_MISTAKES.items()}))
+def test_ring_rejects(made, words, rejects):
+    rejects("ring_all_reduce", changed(*made), *words)
 
 
 def test_an_error_on_one_rank_is_told_and_not_that_the_others_waited(verdict):
-    ring = changed(RING)
-
-    def broken(tensor, rank, world_size, send, receive):
-        if rank == 1:
-            raise KeyError("planted")
-        ring(tensor, rank, world_size, send, receive)
-
+    broken = changed(RING, ("    right,", "    if rank == 1:\n        raise KeyError('planted')\n    right,"))
     said = verdict("ring_all_reduce", broken)
-    assert "raised KeyError" in said and "planted" in said and "waits" not in said
+    assert "raised KeyError at the line `raise KeyError" in said and "waits" not in said
 
 
 # --- Task 2 ---------------------------------------------------------------------------------------------------------
@@ -162,98 +222,335 @@ def column_linear(x, share, all_reduce):
 
     return torch.nn.functional.linear(Enter.apply(x), share)
 """
+OUTSIDE = """
+class Column(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, share, all_reduce):
+        ctx.save_for_backward(x, share)
+        ctx.all_reduce = all_reduce
+        return F.linear(x, share)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, share = ctx.saved_tensors
+        return ctx.all_reduce(grad.mm(share)), torch.einsum("rf,ri->fi", grad, x), None
+
+
+def column_linear(x, share, all_reduce):
+    # raise NotImplementedError
+    return Column.apply(x, share, all_reduce)
+"""
+HOOK_ON_X = """
+def column_linear(x, share, all_reduce):
+    x.register_hook(all_reduce)
+    return x @ share.T
+"""
 GRADIENTS = "all_reduce(grad @ share), grad.T @ x"
+APPLY, PRODUCT = "return Column.apply(x, share)", "return x @ share.T"
+COLUMNS = {
+    "a plain Linear behind a function that reduces": [ENTER],
+    "a class outside, other products": [OUTSIDE],
+    "a hook on a view of x": [HOOK_ON_X, ("x.register_hook", "x = x.view_as(x)\n    x.register_hook")],
+    "in double precision": [COLUMN, (PRODUCT, "return (x.double() @ share.double().T).float()")],
+}
+COLUMN_MISTAKES = {
+    "no function at all": ([COLUMN, (APPLY, PRODUCT)], "part only", "all_reduce"),
+    "not reduced": ([COLUMN, (GRADIENTS, "grad @ share, grad.T @ x")], "part only", "all_reduce it"),
+    "reduced, but not used": (
+        [COLUMN, ("return all_reduce(grad @ share)", "g = grad @ share; all_reduce(g); return g")],
+        "all_reduce returns the sum", "does not write"),
+    "both reduced": ([COLUMN, (GRADIENTS, "all_reduce(grad @ share), all_reduce(grad.T @ x)")], "share", "alone"),
+    "reduced in forward": ([COLUMN, (PRODUCT, "return all_reduce(x @ share.T)")], "forward", "finished"),
+    "reduced twice": ([COLUMN, (GRADIENTS, "all_reduce(all_reduce(grad @ share) * 0 + grad @ share), grad.T @ x")],
+                      "2 times", "one"),
+    "the mean": ([COLUMN, (GRADIENTS, "all_reduce(grad @ share) / (2 if len(grad) == 5 else 3), grad.T @ x")],
+                 "mean", "one loss"),
+    "no gradient of share": ([COLUMN, (GRADIENTS, "all_reduce(grad @ share), None")], "share", "no gradient"),
+    "no gradient of x": ([COLUMN, (GRADIENTS, "None, grad.T @ x")], "gradient of x is missing"),
+    "swapped": ([COLUMN, (GRADIENTS, "grad.T @ x, all_reduce(grad @ share)")], "in the same order", "invalid"),
+    "one gradient": ([COLUMN, (GRADIENTS, "all_reduce(grad @ share)")], "one gradient for each input"),
+    "detached": ([COLUMN, (APPLY, APPLY + ".detach()")], "apply"),
+    "transposed": ([COLUMN, (APPLY, APPLY + ".T")], "shape"),
+    "nothing": ([COLUMN, (APPLY, "pass")], "NoneType"),
+    "a hook on x itself": ([HOOK_ON_X], "what x got elsewhere", "hook on x"),
+    "zeros x in forward": ([COLUMN, (PRODUCT, "out = x @ share.T; x.data.zero_(); return out")],
+                           "changes the numbers in x"),
+    "scales share in place": ([COLUMN, (APPLY, "share.data.mul_(2); return Column.apply(x, share) / 2")], "share"),
+    "nan": ([COLUMN, (GRADIENTS, "all_reduce(grad @ share) * math.nan, grad.T @ x")], "gradient of x is wrong"),
+    "scaled": ([COLUMN, (GRADIENTS, "2 * all_reduce(grad @ share), grad.T @ x")], "Each rank's part is grad @ share"),
+    "not on every rank": ([COLUMN, (GRADIENTS, "all_reduce(grad @ share) if share[0, 0] > 0 else grad @ share, "
+                                    "grad.T @ x")], "One rank waits in all_reduce"),
+}  # fmt: skip
 
 
-def test_column_accepts_a_plain_linear_behind_a_function_that_reduces(verdict):
-    assert verdict("column_linear", changed(ENTER)) == "correct"
+@pytest.mark.parametrize("made", named({name: (made,) for name, made in COLUMNS.items()}))
+def test_column_accepts(made, verdict):
+    assert verdict("column_linear", changed(*made)) == "correct"
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ([("return Column.apply(x, share)", "return x @ share.T")], ["part only", "all_reduce"]),
-        ([(GRADIENTS, "grad @ share, grad.T @ x")], ["part only", "all_reduce"]),
-        ([(GRADIENTS, "all_reduce(grad @ share), all_reduce(grad.T @ x)")], ["share", "alone"]),
-        ([("return x @ share.T", "return all_reduce(x @ share.T)")], ["forward", "finished"]),
-        ([(GRADIENTS, "all_reduce(all_reduce(grad @ share) * 0 + grad @ share), grad.T @ x")], ["2 times", "one"]),
-        ([(GRADIENTS, "all_reduce(grad @ share) / (2 if len(grad) == 5 else 3), grad.T @ x")], ["mean", "one loss"]),
-        ([(GRADIENTS, "all_reduce(grad @ share), None")], ["share", "no gradient"]),
-        ([(GRADIENTS, "None, grad.T @ x")], ["x gets no gradient"]),
-        ([(GRADIENTS, "grad.T @ x, all_reduce(grad @ share)")], ["gradient"]),
-        ([("return Column.apply(x, share)", "return Column.apply(x, share).detach()")], ["apply"]),
-        ([("return Column.apply(x, share)", "return Column.apply(x, share).T")], ["shape"]),
-        ([("return Column.apply(x, share)", "pass")], ["NoneType"]),
-    ],
+    ("made", "words"), named({name: (m, words) for name, (m, *words) in COLUMN_MISTAKES.items()})
 )
-def test_column_rejects(changes, words, verdict):
-    said = verdict("column_linear", changed(COLUMN, *changes))
-    assert said.startswith("not yet right.") and all(word in said for word in words), said
+def test_column_rejects(made, words, rejects):
+    rejects("column_linear", changed(*made), *words)
 
 
 # --- On real processes ----------------------------------------------------------------------------------------------
 
 
-def test_the_solution_passes_on_real_processes(solution, verdict):
-    assert verdict("processes", solution["ring_all_reduce"], solution["column_linear"]) == "correct"
+def test_helpers_classes_and_leftover_comments_travel_to_real_processes(verdict):
+    made = [
+        "def parts(t, n):\n    # cuts\n    return t.tensor_split(n)\n" + RING,
+        (SPLIT, "parts(tensor, world_size)"),
+    ]
+    assert verdict("processes", changed(*made), changed(OUTSIDE)) == "correct"
 
 
-def test_what_only_the_notebook_knows_is_named(rejects):
-    lost = changed(RING, ("list(tensor.tensor_split(world_size))", "my_helper(tensor)"))
-    rejects("processes", (lost, changed(COLUMN)), "my_helper", "import what else")
+def test_what_only_the_notebook_knows_is_named(verdict):
+    lost = changed(RING, (SPLIT, "my_helper(tensor)"))
+    said = verdict("processes", lost, changed(COLUMN))
+    assert "my_helper" in said and "define or import what it needs inside it" in said, said
 
 
 # --- Tasks 3 and 4 --------------------------------------------------------------------------------------------------
 
+BUBBLES = {
+    "plain": lambda p, m: (p - 1) / (m + p - 1),
+    "a complement": lambda p, m: 1 - m / (m + p - 1),
+    "fp32": lambda p, m: torch.tensor(p - 1) / (m + p - 1),
+    "numpy": lambda p, m: np.float32(p - 1) / np.float32(m + p - 1),
+    "an array": lambda p, m: np.array([(p - 1) / (m + p - 1)]),
+    "a fraction": lambda p, m: Fraction(p - 1, m + p - 1),
+    "with lengths": lambda p, m: 1 - 3 * m / (3 * (m + p - 1)),
+}
+VISIBLE = {(1, 4): 0, (2, 1): 0.5, (4, 4): 3 / 7, (3, 8): 0.2, (8, 5): 7 / 12, (16, 64): 15 / 79}
+WRONG_BUBBLES = {
+    "the working share": (lambda p, m: m / (m + p - 1), "share in which they work"),
+    "against the work": (lambda p, m: (p - 1) / m, "whole step"),
+    "p instead of p - 1": (lambda p, m: p / (m + p - 1), "never waits"),
+    "m + p slots": (lambda p, m: (p - 1) / (m + p), "slots"),
+    "percent": (lambda p, m: 100 * (p - 1) / (m + p - 1), "in percent"),
+    "a constant": (lambda p, m: 0.5, "Count slots"),
+    "a lookup": (lambda p, m: VISIBLE.get((p, m), 0.3), "Count slots"),
+    "rounded": (lambda p, m: round((p - 1) / (m + p - 1), 3), "0.4286", "0.4290", "rounded"),
+    "rounded to six digits": (lambda p, m: round((p - 1) / (m + p - 1), 4), "0.42857", "0.42860"),
+    "nothing": (lambda p, m: None, "return"),
+    "text": (lambda p, m: "half", "number"),
+    "nan": (lambda p, m: math.nan, "nan"),
+    "a list": (lambda p, m: [0.5], "number"),
+    "negative": (lambda p, m: -(p - 1) / (m + p - 1), "Count slots"),
+}
+
+
+def stepped(p, limit):
+    m = 1
+    while (p - 1) / (m + p - 1) > limit:
+        m += 1
+    return m
+
+
+def ceiling(p, limit, hair=1e-9):
+    return max(1, math.ceil((p - 1) * (1 - limit) / limit - hair))
+
+
+COUNTS = {
+    "one after the other": stepped,
+    "with a margin": ceiling,
+    "a fraction": lambda p, limit: max(1, math.ceil((p - 1) / Fraction(str(limit)) - (p - 1))),
+    "numpy": lambda p, limit: np.int64(ceiling(p, limit)),
+    "a float": lambda p, limit: float(ceiling(p, limit)),
+    "a tensor": lambda p, limit: torch.tensor(ceiling(p, limit)),
+    "next": lambda p, limit: next(m for m in itertools.count(1) if p - 1 <= (limit + 1e-12) * (m + p - 1)),
+}
+WRONG_COUNTS = {
+    "ceil of (p-1)(1-l)/l": (lambda p, limit: ceiling(p, limit, 0.0), "For 4 stages", "12 give", "a hair above"),
+    "ceil of (p-1)(1/l-1)": (lambda p, limit: max(1, math.ceil((p - 1) * (1 / limit - 1))), "a hair above"),
+    "ceil of (p-1-(p-1)l)/l": (lambda p, limit: max(1, math.ceil((p - 1 - (p - 1) * limit) / limit)), "a hair above"),
+    "rounded": (lambda p, limit: max(1, round((p - 1) * (1 - limit) / limit)), "For 3 stages", "too few"),
+    "rounded down": (lambda p, limit: max(1, math.floor((p - 1) * (1 - limit) / limit + 1e-9)), "too few"),
+    "rounded down, plus one": (lambda p, limit: math.floor((p - 1) * (1 - limit) / limit + 1e-9) + 1, "more than"),
+    "all p stages": (lambda p, limit: math.ceil(p * (1 - limit) / limit), "p, or fewer"),
+    "strictly below": (lambda p, limit: next(m for m in itertools.count(1) if (p - 1) / (m + p - 1) < limit), "more"),
+    "one": (lambda p, limit: 1, "too few", "4 stages"),
+    "a million": (lambda p, limit: 10**6, "far too many"),
+    "not whole": (lambda p, limit: (p - 1) * (1 - limit) / limit + 0.5, "whole number"),
+    "none at all": (lambda p, limit: 0, "at least 1"),
+    "infinite": (lambda p, limit: math.inf, "inf"),
+    "nothing": (lambda p, limit: None, "return"),
+    "a lookup": (lambda p, limit: {(4, 0.1): 27, (4, 0.2): 12, (7, 0.2): 24}.get((p, limit), 1), "too few"),
+}
+
+
+@pytest.mark.parametrize("answer", named(BUBBLES))
+def test_bubble_accepts(answer, verdict):
+    assert verdict("bubble", answer) == "correct"
+
 
 @pytest.mark.parametrize(
-    ("answer", "words"),
-    [
-        (lambda p, m: m / (m + p - 1), ("share in which they work",)),
-        (lambda p, m: (p - 1) / m, ("whole step",)),
-        (lambda p, m: p / (m + p - 1), ("never waits",)),
-        (lambda p, m: (p - 1) / (m + p), ("slots",)),
-        (lambda p, m: 0.5, ("Count slots",)),
-        (lambda p, m: None, ("return",)),
-        (lambda p, m: "half", ("number",)),
-    ],
+    ("answer", "words"), named({name: (f, words) for name, (f, *words) in WRONG_BUBBLES.items()})
 )
 def test_bubble_rejects(answer, words, rejects):
     rejects("bubble", answer, *words)
 
 
-@pytest.mark.parametrize(
-    ("answer", "words"),
-    [
-        (lambda p, limit: math.ceil(p * (1 - limit) / limit), ("more than you need",)),
-        (lambda p, limit: math.floor((p - 1) * (1 - limit) / limit), ("too few",)),
-        (lambda p, limit: 1, ("too few", "4 stages")),
-        (lambda p, limit: (p - 1) * (1 - limit) / limit + 0.5, ("whole number",)),
-        (lambda p, limit: 0, ("at least 1",)),
-    ],
-)
+@pytest.mark.parametrize("answer", named(COUNTS))
+def test_enough_accepts(answer, verdict):
+    assert verdict("enough", answer) == "correct"
+
+
+@pytest.mark.parametrize(("answer", "words"), named({name: (f, words) for name, (f, *words) in WRONG_COUNTS.items()}))
 def test_enough_rejects(answer, words, rejects):
     rejects("enough", answer, *words)
 
 
+def test_an_excess_of_more_than_one_is_not_blamed_on_floating_point(verdict):
+    assert "hair" not in verdict("enough", lambda p, limit: ceiling(p, limit) + 5)
+
+
 # --- Task 5 ---------------------------------------------------------------------------------------------------------
 
-RIGHT = {"hungry": "mend first", "full": "ZeRO-3", "long": "sequence", "thin cable": "pipeline", "spare": "one GPU"}
+ATTENTION = """
+def ring_attention(q, k, v, rank, world_size, send, receive):
+    out, total = torch.zeros_like(q), torch.zeros(len(q), 1)
+    highest = torch.full_like(total, -torch.inf)
+    for step in range(world_size):
+        scores = q @ k.T / q.shape[-1] ** 0.5
+        higher = torch.maximum(highest, scores.amax(-1, keepdim=True))
+        weights, keep = torch.exp(scores - higher), torch.exp(highest - higher)
+        out = out * keep + weights @ v
+        total = total * keep + weights.sum(-1, keepdim=True)
+        highest = higher
+        if step < world_size - 1:
+            send(k, (rank + 1) % world_size)
+            send(v, (rank + 1) % world_size)
+            k, v = receive(k, (rank - 1) % world_size), receive(v, (rank - 1) % world_size)
+    return out / total
+"""
+LOGSUMEXP = """
+def ring_attention(q, k, v, rank, world_size, send, receive):
+    left, right = (rank - 1) % world_size, (rank + 1) % world_size
+    pair = torch.stack([k, v])
+    out = lse = None
+    for step in range(world_size):
+        if step:
+            send(pair, left)
+            pair = receive(pair, right)
+        scores = torch.einsum("td,sd->ts", q, pair[0]) / math.sqrt(q.size(1))
+        new, part = scores.logsumexp(1, keepdim=True), scores.softmax(1) @ pair[1]
+        if out is None:
+            out, lse = part, new
+        else:
+            both = torch.logaddexp(lse, new)
+            out, lse = out * (lse - both).exp() + part * (new - both).exp(), both
+    return out
+"""
+COLLECT = """
+def ring_attention(q, k, v, rank, world_size, send, receive):
+    keys, values = [k], [v]
+    for step in range(world_size - 1):
+        send(keys[-1], (rank + 1) % world_size)
+        send(values[-1], (rank + 1) % world_size)
+        keys.append(receive(k, (rank - 1) % world_size))
+        values.append(receive(v, (rank - 1) % world_size))
+    return F.scaled_dot_product_attention(q, torch.cat(keys), torch.cat(values))
+"""
+TWO_PASSES = COLLECT.replace(
+    "    return F.scaled_dot_product_attention(q, torch.cat(keys), torch.cat(values))\n",
+    """\
+    tables = [q @ key.T / q.shape[1] ** 0.5 for key in keys]
+    top = torch.stack([t.amax(1) for t in tables]).amax(0)[:, None]
+    total = sum((t - top).exp().sum(1, keepdim=True) for t in tables)
+    return sum((t - top).exp() @ value for t, value in zip(tables, values)) / total
+""",
+)
+KEEP_OUT, KEEP_TOTAL = "out * keep + weights @ v", "total * keep + weights.sum"
+LAST = "        if step < world_size - 1:\n"
+SENT_V = "            send(v, (rank + 1) % world_size)\n"
+ATTENTIONS = {
+    "three running numbers": [ATTENTION],
+    "log-sum-exp, packed pairs, to the left": [LOGSUMEXP],
+    "in double precision": [ATTENTION, ("    out, total", "    q = q.double()\n    out, total"),
+                            ("q @ k.T", "q @ k.double().T"), ("weights @ v", "weights @ v.double()")],
+    "a running sum that starts late": [ATTENTION, ("    for step", "    assert not total.any()\n    for step")],
+}  # fmt: skip
+WRONG_ATTENTIONS = {
+    "own keys only": ([ATTENTION, ("in range(world_size)", "in [world_size - 1]")], "this rank's keys only"),
+    "one block missing": ([ATTENTION, ("in range(world_size)", "in range(max(1, world_size - 1))")], "missing"),
+    "no maximum": ([ATTENTION, ("torch.maximum(highest, scores.amax(-1, keepdim=True))", "total * 0")], "overflows"),
+    "no rescaling": ([ATTENTION, (KEEP_OUT, "out + weights @ v"), (KEEP_TOTAL, "total + weights.sum")], "rescale"),
+    "the output not rescaled": ([ATTENTION, (KEEP_OUT, "out + weights @ v")], "exp(old - new)"),
+    "the denominator not rescaled": ([ATTENTION, (KEEP_TOTAL, "total + weights.sum")], "exp(old - new)"),
+    "not divided": ([ATTENTION, ("return out / total", "return out")], "denominator"),
+    "not scaled": ([ATTENTION, (" / q.shape[-1] ** 0.5", "")], "root of the width"),
+    "scaled by the width": ([ATTENTION, (" ** 0.5", "")], "Compare it with softmax"),
+    "a mean of softmaxes": ([ATTENTION, (KEEP_OUT, "out + scores.softmax(-1) @ v"), 
+                             ("out / total", "out / world_size")], "mean of a softmax"),
+    "collected and joined": ([COLLECT], "makes a tensor of", "join no blocks"),
+    "collected in lists": ([TWO_PASSES], "holds", "let go"),
+    "one round too many": ([ATTENTION, (LAST, "        if world_size > 1:\n")], "are enough", "nobody waits"),
+    "keys and values swapped": ([ATTENTION, ("k, v = receive(k", "v, k = receive(k")], "Compare it"),
+    "old values": ([ATTENTION, (SENT_V, "            send(v * 0, (rank + 1) % world_size)\n")], "Compare it"),
+    "values never sent": ([ATTENTION, (SENT_V, "")], "waits for rank"),
+    "scales q in place": ([ATTENTION, ("    out, total", "    q /= q.shape[-1] ** 0.5\n    out, total"),
+                           (" / q.shape[-1] ** 0.5\n        h", "\n        h")], "in place"),
+    "sends to itself": ([ATTENTION, ("send(k, (rank + 1) % world_size)", "send(k, rank)")], "modulo"),
+    "nothing": (["def ring_attention(*_):\n    pass"], "NoneType"),
+    "v itself": (["def ring_attention(q, k, v, *_):\n    return v"], "Compare it"),
+    "nan": (["def ring_attention(q, *_):\n    return q * math.nan"], "inf or nan"),
+    "a row too few": ([ATTENTION, ("return out / total", "return (out / total)[1:]")], "shape"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("made", named({name: (made,) for name, made in ATTENTIONS.items()}))
+def test_attention_accepts(made, verdict):
+    assert verdict("ring_attention", changed(*made)) == "correct"
+
+
+@pytest.mark.parametrize(
+    ("made", "words"), named({name: (m, words) for name, (m, *words) in WRONG_ATTENTIONS.items()})
+)
+def test_attention_rejects(made, words, rejects):
+    rejects("ring_attention", changed(*made), *words)
+
+
+ENDLESS = {
+    "ring_all_reduce": [RING, ("range(2 * (world_size - 1))", "iter(int, 1)")],
+    "column_linear": [COLUMN, (PRODUCT, "while True:\n                pass")],
+    "ring_attention": [ATTENTION, ("in range(world_size)", "in iter(int, 1)")],
+    "bubble": ["def bubble(p, m):\n    while m:\n        p += 1"],
+}
+
+
+@pytest.mark.parametrize("task", ENDLESS)
+def test_an_endless_answer_is_stopped(task, verdict, monkeypatch):
+    monkeypatch.setattr(checks._Ranks, "seconds", 0.5)
+    monkeypatch.setattr(checks.bubble, "seconds", 0.5)
+    said = verdict(task, changed(*ENDLESS[task]))
+    assert "had not ended after 0.5 s at the line `" in said, said
+
+
+# --- Task 6 ---------------------------------------------------------------------------------------------------------
+
+RIGHT = {"starved": "fix first", "full": "ZeRO-3", "long": "sequence", "slow network": "pipeline", "spare": "one GPU"}
 
 
 @pytest.mark.parametrize("name", RIGHT)
 def test_overrule_gives_a_reason_for_every_wrong_plan(name, verdict):
-    for wrong in set(checks.OPTIONS) - {RIGHT[name]}:
+    for wrong in set(RIGHT.values()) | {"data", "tensor"}:
         said = verdict("overrule", lambda wrong=wrong: {**RIGHT, name: wrong})
-        assert said.startswith(f"not yet right. {name}: not {wrong}.") and len(said.split()) > 12, said
+        right = wrong == RIGHT[name]
+        assert said == "correct" if right else said.startswith(f"not yet right. {name}: not {wrong}. "), said
+        assert right or len(said.split()) > 12, said
 
 
 @pytest.mark.parametrize(
     ("chosen", "words"),
     [
-        ({"hungry": "mend first"}, ("full",)),
+        ({"starved": "fix first"}, ("full",)),
         ({**RIGHT, "long": "context"}, ("none of the options",)),
+        ({**RIGHT, "long": ["sequence"]}, ("none of the options",)),
         (list(RIGHT.values()), ("dictionary",)),
+        (None, ("dictionary",)),
     ],
 )
 def test_overrule_rejects(chosen, words, rejects):

@@ -13,8 +13,7 @@ from notebooks import ROOT
 from torch import nn
 
 from benchmarks import compile as bench
-from benchmarks import results
-from speedlab import machine
+from speedlab import compat, results
 
 UNIT = ROOT / "code-units" / "9.4-compile"
 NO_COMPILER = {"CXX": os.sep + "nowhere", "CUDA_VISIBLE_DEVICES": "", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
@@ -40,7 +39,7 @@ def python(code: str, **environment: str) -> subprocess.CompletedProcess:
 
 def test_without_a_compiler_there_is_none_and_nothing_is_complained_about():
     """Also where the cache holds what an earlier session compiled."""
-    answer = python("from speedlab import machine; print(machine.compiler())", **NO_COMPILER)
+    answer = python("from speedlab import compat; print(compat.compiler())", **NO_COMPILER)
     assert (answer.stdout, answer.stderr, answer.returncode) == ("None\n", "", 0)
 
 
@@ -52,12 +51,12 @@ def test_a_compiler_that_is_there_and_does_not_work_is_none(tmp_path):
     if sys.platform == "win32":
         pytest.skip("a shell script is no program on Windows")
     places = {"CXX": str(broken), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
-    answer = python("from speedlab import machine; print(machine.compiler())", **{**NO_COMPILER, **places})
+    answer = python("from speedlab import compat; print(compat.compiler())", **{**NO_COMPILER, **places})
     assert answer.stdout == "None\n", answer.stderr
 
 
 def test_a_compiler_that_is_named_compiles():
-    name = machine.compiler("cpu")
+    name = compat.compiler("cpu")
     if name is None:
         pytest.skip("no C++ compiler here")
     assert os.sep not in name
@@ -67,8 +66,8 @@ def test_a_compiler_that_is_named_compiles():
 SHOW_CACHE = """
 import os
 from pathlib import Path
-from speedlab import machine
-print(machine.compile_cache())
+from speedlab import compat
+print(compat.compile_cache())
 folder = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
 (folder / "kernel").write_text("x")
 print(folder)
@@ -97,10 +96,26 @@ def test_a_cache_that_can_be_written_stays(tmp_path):
 
 def test_a_full_disk_is_said(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: SimpleNamespace(free=2**20))
-    sentence = machine.compile_cache.__wrapped__()
+    monkeypatch.setattr(compat.shutil, "disk_usage", lambda path: SimpleNamespace(free=2**20))
+    sentence = compat.compile_cache.__wrapped__()
     assert os.strerror(errno.ENOSPC) in sentence and sentence.startswith("a temporary one")
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] != str(tmp_path / "cache")
+
+
+SLOW_GUARDS = """
+import warnings, torch._dynamo.guards as guards
+from types import SimpleNamespace
+import speedlab
+guards.sys = SimpleNamespace(version_info=(3, 13, 0))
+guards.GuardBuilder._get_generic_dict_manager_example_value({})
+warnings.warn("another one", RuntimeWarning)
+"""
+
+
+def test_python_3_13_0_is_not_warned_of_its_slower_guards_and_of_the_rest_it_is():
+    answer = python(SLOW_GUARDS)
+    assert answer.returncode == 0, answer.stderr
+    assert "another one" in answer.stderr and "Guards may run slower" not in answer.stderr
 
 
 # --- what Inductor plans ----------------------------------------------------------------------------------
@@ -143,7 +158,7 @@ def test_plans_compute_what_eager_computes_and_leave_nothing_behind(unit):
     assert len(found) == 2, "one plan forward, one backward"
     torch.testing.assert_close(out[0], model(x))
     torch.testing.assert_close(x.grad, torch.autograd.grad(model(x).sum(), x)[0])
-    if machine.compiler("cpu"):
+    if compat.compiler("cpu"):
         torch.testing.assert_close(torch.compile(model)(x), model(x))
 
 
@@ -168,7 +183,7 @@ def test_the_benchmark_writes_its_section_with_a_stamp(monkeypatch, tmp_path, ca
     ]
     lesson = {"run": lambda *_, **__: starts.pop(0), "elements": lambda: 2048}
     monkeypatch.setattr(bench.runpy, "run_path", lambda path: lesson)
-    monkeypatch.setattr(machine, "compiler", lambda kind=None: "g++")
+    monkeypatch.setattr(compat, "compiler", lambda kind=None: "g++")
     monkeypatch.setattr(sys, "argv", ["compile", "--out", str(tmp_path / "results.json")])
     assert bench.main() == 0
     section = json.loads((tmp_path / "results.json").read_text())["compile"]
@@ -180,7 +195,7 @@ def test_the_benchmark_writes_its_section_with_a_stamp(monkeypatch, tmp_path, ca
 
 
 def test_the_benchmark_says_that_there_is_no_compiler(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(machine, "compiler", lambda kind=None: None)
+    monkeypatch.setattr(compat, "compiler", lambda kind=None: None)
     monkeypatch.setattr(sys, "argv", ["compile", "--out", str(tmp_path / "results.json")])
     assert bench.main() == 2
     assert "nothing to measure" in capsys.readouterr().err and not (tmp_path / "results.json").exists()

@@ -3,11 +3,13 @@
 import hashlib
 import http.server
 import multiprocessing
+import os
 import socket
 import tarfile
 import threading
 from dataclasses import replace
 
+import filelock
 import pytest
 import torch
 
@@ -23,7 +25,10 @@ def data_folder(tmp_path, monkeypatch):
 
 @pytest.fixture
 def server(tmp_path):
-    """A file server on loopback that counts requests; serves what the test puts into its folder."""
+    """A file server on loopback that counts requests; serves what the test puts into its folder.
+
+    Where that folder holds a file `breaks`, the next answer ends in the middle.
+    """
     served = tmp_path / "served"
     served.mkdir()
     requests = []
@@ -34,7 +39,13 @@ def server(tmp_path):
 
         def do_GET(self):
             requests.append(self.path)
-            super().do_GET()
+            if not (served / "breaks").exists():
+                return super().do_GET()
+            (served / "breaks").unlink()
+            self.send_response(200)
+            self.send_header("Content-Length", "1000")
+            self.end_headers()
+            self.wfile.write(b"the real con")
 
         def log_message(self, *args):
             pass
@@ -52,28 +63,50 @@ def published(server, content: bytes = b"the real content") -> data.Archive:
     return data.Archive("file.bin", f"{address}/file.bin", hashlib.sha256(content).hexdigest())
 
 
+def stored(folder) -> set[str]:
+    """What a download left in the folder, beside the lock."""
+    return {path.name for path in folder.iterdir() if path.suffix != ".lock"}
+
+
 def test_fetch_downloads_once(data_folder, server):
     archive = published(server)
     assert data.fetch(archive).read_bytes() == b"the real content"
     assert data.fetch(archive) == data_folder / "file.bin"
     assert len(server[2]) == 1
-    assert not list(data_folder.glob("*.part"))
+    assert stored(data_folder) == {"file.bin"}
 
 
 def test_a_wrong_or_half_written_file_is_named_and_fetched_anew(data_folder, server, capsys):
     archive = published(server)
     data_folder.mkdir()
     (data_folder / "file.bin").write_bytes(b"the real con")
-    (data_folder / "file.bin.part").write_bytes(b"left by an interrupted download")
     assert data.fetch(archive).read_bytes() == b"the real content"
     assert str(data_folder / "file.bin") in capsys.readouterr().out
 
 
+def test_a_download_that_breaks_off_is_tried_again_and_others_may_read_it(data_folder, server):
+    archive = published(server)
+    (server[0] / "breaks").touch()
+    place = data.fetch(archive)
+    assert place.read_bytes() == b"the real content" and len(server[2]) == 2
+    assert stored(data_folder) == {"file.bin"}
+    assert os.name != "posix" or place.stat().st_mode & 0o044 == 0o044
+
+
+def test_a_file_in_a_folder_that_cannot_be_written_is_used(data_folder, server, monkeypatch):
+    archive = published(server)
+    data.fetch(archive)
+    (data_folder / "file.bin.lock").unlink(missing_ok=True)
+    # the user who runs the tests may be root, who may write anywhere
+    monkeypatch.setattr(filelock.FileLock, "acquire", lambda *_, **__: pytest.fail("the folder was written to"))
+    assert data.fetch(archive) == data_folder / "file.bin"
+
+
 def test_what_arrives_wrong_is_refused_and_leaves_nothing(data_folder, server):
     archive = replace(published(server), sha256="0" * 64)
-    with pytest.raises(OSError, match=r"wrong checksum.*Put it into.*SPEEDLAB_SCALE=quick needs no download"):
+    with pytest.raises(OSError, match=r"does not match.*Put it into.*SPEEDLAB_SCALE=quick needs no download"):
         data.fetch(archive)
-    assert not (data_folder / "file.bin").exists() and not list(data_folder.glob("*.part"))
+    assert stored(data_folder) == set()
 
 
 def test_offline_says_what_is_missing_and_where_it_belongs(data_folder):

@@ -13,18 +13,16 @@ import time
 import types
 from pathlib import Path
 
+import jpegs
 import numpy as np
+import offload
 import psutil
 import pytest
 import torch
+from notebooks import ROOT
 from torch.utils.data import DataLoader
 
-UNIT = Path(__file__).resolve().parent.parent / "code-units" / "9.7-data-pipeline"
-sys.path.insert(0, str(UNIT))
-
-import jpegs  # noqa: E402
-import offload  # noqa: E402
-
+UNIT = ROOT / "code-units" / "9.7-data-pipeline"
 multiprocessing.set_forkserver_preload(["torch", "torchvision.io"])
 
 

@@ -2,18 +2,74 @@
 
 import ipywidgets
 import pytest
-from notebooks import Printed, blank, same_outputs
+from notebooks import Printed, same_outputs
 
 from speedlab import display, plots, widgets
 from speedlab.measure import Comparison, Ratio, Timing
 
 
-def test_a_measured_line_has_its_value_blanked_and_its_label_kept(capsys):
+def shown_as(line):
+    return [
+        {"output_type": "display_data", "data": {"text/plain": line, display.MEASURED: {"labels": ["step time"]}}}
+    ]
+
+
+def test_a_measured_line_is_compared_by_its_label(capsys):
     display.measured("step time", "1.5 s")
-    display.measured("step time", "0.2 s, with\nsome: more")
+    display.measured("step time", "0.2 s to\n0.3 s", guess="half a second")
     first, second = capsys.readouterr().out.splitlines()
     assert first == "[measured] step time: 1.5 s"
-    assert blank(first) == blank(second) == "[measured] step time: *"
+    assert second == "[measured] step time: 0.2 s to 0.3 s (your guess: half a second)"
+    assert same_outputs(shown_as(first), shown_as(second))
+    assert not same_outputs(shown_as(first), shown_as(first.replace("step", "epoch")))
+    assert not same_outputs(shown_as(first), shown_as(first.replace("1.5 s", "a triumph")))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *("1.5 s", 3, 0.25, True, None, "12 of 40", "64 ms (60 ms to 70 ms)", "2.1x faster (1.9x to 2.3x)", "nan"),
+        *("the same within 5%", "too noisy to tell (0.7x to 1.6x)", "1,234,567", "batch 32", "1.5e-05", "+3%", ""),
+        *(
+            "12 ms + 0.3 ms per sample",
+            "840 samples/s",
+            "not run here: this CPU has no hardware for fp16",
+            "8-16 GiB",
+        ),
+    ],
+)
+def test_what_a_measured_value_may_be(value, capsys):
+    display.measured("x", value)
+    assert capsys.readouterr().out.startswith("[measured] x:")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(
+            "bf16 is 5x faster",
+            "compile pays",
+            "wins",
+            "faster than fp32",
+            "as expected",
+            "2 loops",
+            "1.5 s; so it pays",
+        ),
+        *("not run here: bf16 is 5x faster", "not run here: fp32 wins", "connection closed by peer"),
+    ],
+)
+def test_free_conclusions_are_refused_with_a_sentence(value):
+    with pytest.raises(ValueError, match="neither a number with a unit nor a word of the fixed vocabulary"):
+        display.measured("verdict", value)
+    with pytest.raises(ValueError, match="fixed vocabulary"):
+        display.table(["name", "verdict"], [("bf16", value)], measured=True)
+
+
+def test_words_of_a_library_hold_what_they_always_hold(capsys):
+    display.quoted("the rank says", "connection\n127.0.0.1:41 closed", always="closed")
+    assert capsys.readouterr().out == "[quoted] the rank says: connection 127.0.0.1:41 closed\n"
+    with pytest.raises(ValueError, match="should hold 'reset'"):
+        display.quoted("the rank says", "connection closed", always="reset")
 
 
 def test_a_label_with_a_colon_is_refused():
@@ -24,9 +80,7 @@ def test_a_label_with_a_colon_is_refused():
 def test_measured_tables_compare_labels_only():
     def made(value, row="fp32", column="time"):
         shown = display.table(["dtype", column], [(row, value)], "Step", measured=True)
-        return [
-            {"output_type": "display_data", "data": {"text/plain": repr(shown), "text/html": shown._repr_html_()}}
-        ]
+        return [{"output_type": "display_data", "data": shown._repr_mimebundle_()}]
 
     assert same_outputs(made("1.0 ms"), made("2.0 ms"))
     assert not same_outputs(made("1.0 ms"), made("1.0 ms", row="bf16"))
@@ -55,7 +109,14 @@ def test_tables_escape_and_refuse_ragged_rows():
         ("loss 0.1234", "loss 0.1235", True),
         ("loss 0.1234", "loss 0.1236", False),
         ("loss 0.1234", "loss 0.123", False),
-        ("loss 1.5e-05", "loss 1.6e-05", True),
+        ("loss 1.54e-05", "loss 1.55e-05", True),
+        ("loss 1.5e-05", "loss 1.6e-05", False),
+        ("accuracy 0.9", "accuracy 1.0", False),
+        ("0.0", "-0.1", False),
+        ("-0.001", "0.001", False),
+        ("0.0123", "0.0124", True),
+        ("0.012", "0.013", False),
+        ("99.9", "100.0", True),
         ("loss 1.5e-05", "loss 1.5e-04", False),
         ("12 layers", "13 layers", False),
         ("a word", "another word", False),
@@ -64,7 +125,7 @@ def test_tables_escape_and_refuse_ragged_rows():
         ("nan 0.5", "nan 0.5", True),
     ],
 )
-def test_decimals_may_differ_in_the_last_place_only(old, new, equal):
+def test_decimals_of_three_digits_may_differ_in_the_last_place(old, new, equal):
     assert (Printed(old) == Printed(new)) is equal
     assert (Printed(old) != Printed(new)) is not equal
 
@@ -108,7 +169,7 @@ def test_colour_is_never_the_only_carrier():
 
 def test_a_comparison_is_shown_with_its_verdict(monkeypatch):
     shown = []
-    monkeypatch.setattr(plots, "show", lambda figure, alt: shown.append(alt))
+    monkeypatch.setattr(plots, "show", lambda figure, alt, measured: shown.append(alt))
     timing = Timing(0.2, 0.19, 0.21, (0.2,))
     plots.comparison(
         Comparison(
@@ -156,3 +217,30 @@ def test_a_widget_says_what_is_wrong_with_an_input():
     assert repr(shown) == "x must not be negative; choose 0 or more."
     field.value = 2
     assert repr(shown) == "2.0"
+
+
+def test_a_long_view_is_not_cut_short():
+    """ipywidgets shows the first 110 characters of a repr; the test would compare no more."""
+    shown = widgets.explore(lambda n: ("<b>x</b>", "word " * 40 + str(n)), n=ipywidgets.IntSlider(3))
+    assert shown._repr_mimebundle_()["text/plain"] == "word " * 40 + "3"
+
+
+def test_every_control_is_moved_to_its_ends_and_through_its_choices():
+    seen = []
+
+    def render(n, kind, box, span):
+        seen.append((n, kind, box, span))
+        return ("", "") if kind == "none" else (f"{1 / (n - 5)}", "text")
+
+    shown = widgets.explore(
+        render,
+        n=ipywidgets.IntSlider(3, 0, 5),
+        kind=ipywidgets.Dropdown(options=["some", "none"]),
+        box=ipywidgets.Checkbox(False),
+        span=ipywidgets.IntRangeSlider(value=(1, 2), min=0, max=9),
+    )
+    wrong = [line for line in widgets.move_all() if line.startswith(("n=", "kind=", "box=", "span="))]
+    assert wrong == ["n=5: ZeroDivisionError: division by zero", "kind='none': nothing is shown"]
+    assert (0, "some", False, (1, 2)) in seen and (3, "some", True, (1, 2)) in seen
+    assert (3, "some", False, (0, 9)) in seen
+    assert shown.controls["n"].value == 3, "each control is put back"

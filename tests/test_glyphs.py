@@ -14,10 +14,10 @@ from torch import nn
 from torch.nn import functional as F
 from torchvision.models import VisionTransformer
 
-from speedlab.glyphs import CLASSES, FONTS, _atlas, digits, glyphs
+from speedlab.data.glyphs import CLASSES, FONTS, _atlas, digits, glyphs
 
 ROOT = Path(__file__).resolve().parent.parent
-CHECKPOINT = ROOT / "speedlab" / "checkpoints" / "vit-small"
+CHECKPOINT = ROOT / "speedlab" / "data" / "checkpoints" / "vit-small"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -91,7 +91,7 @@ def test_images_of_a_class_vary():
 def test_another_process_draws_the_same_images_and_importing_costs_nothing_beyond_torch():
     """One child process answers both, on two threads where this one has one: starting it takes seconds."""
     code = (
-        "import hashlib, sys; from speedlab.glyphs import glyphs;"
+        "import hashlib, sys; from speedlab.data.glyphs import glyphs;"
         "print([name for name in ('matplotlib', 'sklearn') if name in sys.modules]);"
         "images, labels = glyphs(2100, seed=5);"
         "print(hashlib.sha256(images.numpy().tobytes() + labels.numpy().tobytes()).hexdigest())"

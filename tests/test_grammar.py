@@ -14,11 +14,11 @@ from sklearn.feature_extraction.text import CountVectorizer
 from sklearn.linear_model import LogisticRegression
 from transformers import AutoModelForMaskedLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from speedlab import grammar
+from speedlab.data import grammar
 from tools.pretrain_distilbert import fingerprint
 
 ROOT = Path(__file__).resolve().parent.parent
-CHECKPOINT = ROOT / "speedlab" / "checkpoints" / "distilbert-small"
+CHECKPOINT = ROOT / "speedlab" / "data" / "checkpoints" / "distilbert-small"
 ENTRIES = [entry for kind in grammar.POLAR.values() for entries in kind for entry in entries]
 NEUTRAL_ENTRIES = [entry for entries in grammar.NEUTRAL.values() for entry in entries]
 
@@ -39,7 +39,7 @@ def printed_in_new_process(code: str, hash_seed: str) -> str:
 
 
 def test_the_same_seed_gives_the_same_bytes_in_every_process():
-    code = "from speedlab import grammar; print(grammar.split(300, 100, seed=5))"
+    code = "from speedlab.data import grammar; print(grammar.split(300, 100, seed=5))"
     first, second = (printed_in_new_process(code, hash_seed) for hash_seed in ("1", "2"))
     assert first == second == f"{grammar.split(300, 100, seed=5)}\n"
     assert grammar.split(300, 100, seed=5) != grammar.split(300, 100, seed=6)

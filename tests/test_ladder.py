@@ -12,8 +12,9 @@ import readme
 import torch
 from torch import nn
 
-from benchmarks import ladder, racing, results, rungs_accuracy, rungs_text, rungs_vit, training
+from benchmarks import ladder, racing, rungs_accuracy, rungs_text, rungs_vit, training
 from benchmarks.training import MasterAdam, Rung, Settings
+from speedlab import results
 
 ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")
@@ -152,7 +153,7 @@ def test_a_write_that_fails_leaves_the_old_file_and_no_other(tmp_path, monkeypat
     before = out.read_bytes()
     with pytest.raises(TypeError):
         results.record("a", [{"n": object()}], out)
-    monkeypatch.setattr(results.os, "replace", lambda *_: (_ for _ in ()).throw(OSError("the disk is full")))
+    monkeypatch.setattr(results.Path, "replace", lambda *_: (_ for _ in ()).throw(OSError("the disk is full")))
     with pytest.raises(OSError, match="full"):
         results.record("a", [{"n": 2}], out)
     assert out.read_bytes() == before and list(tmp_path.iterdir()) == [out]
@@ -183,7 +184,7 @@ def test_a_run_beside_other_work_is_marked_noisy(tmp_path, monkeypatch):
 )
 def test_what_is_lacking_is_said(needs, sentence, monkeypatch):
     monkeypatch.setattr(training.machine, "is_fast", lambda dtype: False)
-    monkeypatch.setattr(training.machine, "compiler", lambda kind: None)
+    monkeypatch.setattr(training.compat, "compiler", lambda kind: None)
     reason = training.lacking(Rung("x", "y", {}, (needs,)), CPU)
     assert sentence in reason and "\n" not in reason
 
@@ -437,10 +438,10 @@ def test_every_ladder_of_this_machine_has_a_table_that_says_what_the_file_says(t
 
 
 def test_a_picture_of_other_results_is_stale_and_drawn_anew(tmp_path, monkeypatch):
-    chart, name = readme.draw_ladders, "vit"
+    chart, name = readme.ladder_pictures, "vit"
     row = {"rung": "a", "apart": False, "trains": True, "speedup": 2.5, "speedup_low": 2.25, "speedup_high": 2.75}
     monkeypatch.setattr(results, "FOLDER", tmp_path)
-    monkeypatch.setattr(chart, "HERE", tmp_path)
+    monkeypatch.setattr(chart, "FOLDER", tmp_path)
     assert not chart.stale(name)
     others = {**row, "rung": "b", "apart": True, "speedup": 9}, {**row, "rung": "c", "trains": False, "speedup": 9}
     for rows_now in ([row], [row, *others]):
@@ -451,13 +452,14 @@ def test_a_picture_of_other_results_is_stale_and_drawn_anew(tmp_path, monkeypatc
     assert "2.50 times" in chart.alt(name)
 
 
-def test_the_bar_chart_shows_the_measured_rungs_of_every_machine_and_says_their_speed_ups():
-    from speedlab import plots
-
-    measured = {"apart": False, "trains": True, "speedup": 2.5, "speedup_low": 2.25, "speedup_high": 2.75}
+def test_the_bar_chart_shows_the_measured_rungs_of_every_file_of_results(tmp_path, monkeypatch):
+    monkeypatch.setattr(results, "FOLDER", tmp_path)
+    row = {"apart": False, "trains": True, "speedup": 2.5, "speedup_low": 2.25, "speedup_high": 2.75}
     skipped = {"rung": "TF32", "apart": False, "skipped": "no GPU"}
-    here = [{"rung": "a", **measured}, skipped, {"rung": "b", **measured, "apart": True}]
-    figure, alt = plots.ladder({"here": here, "there": [{"rung": "c", **measured, "trains": False}]}, "A ladder")
-    names = [[label.get_text() for label in ax.get_yticklabels()] for ax in figure.axes]
+    here = [{"rung": "a", **row}, skipped, {"rung": "b", **row, "apart": True}]
+    results.record("ladder-vit", here, tmp_path / "a-machine.json")
+    results.record("ladder-vit", [{"rung": "c", **row, "trains": False}], tmp_path / "the-same-with-other-cores.json")
+    axes = readme.ladder_pictures.figure("vit").axes
+    names = [[label.get_text() for label in ax.get_yticklabels()] for ax in axes]
     assert names == [["a", "b\n(another task)"], ["c\n(does not train)"]]
-    assert "here: a: 2.50x; b (another task): 2.50x. there: c (does not train): 2.50x" in alt and "TF32" not in alt
+    assert [bar.get_width() for bar in axes[0].patches] == [2.5, 2.5]

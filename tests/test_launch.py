@@ -91,8 +91,6 @@ def test_ten_launches_leave_no_process_socket_folder_or_descriptor(script, tmp_p
             assert torch.cuda.device_count() >= 2 or gpus == "", "without a GPU for each, the ranks see none"
             ports.append(int(port))
         assert got.errors == ("to the other stream\n",) * 2
-        assert str(got).splitlines()[0] == "[rank 0] rank 0 begins"
-        assert str(got).splitlines()[2] == "[rank 1] rank 1 begins"
         pids += started(tmp_path)
         descriptors = descriptors or psutil.Process().num_fds() if os.name == "posix" else None
     assert len(set(pids)) >= 30, "two ranks and a launcher, each time"

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from speedlab import machine
+from speedlab import compat, machine, results
 
 
 def test_describe_names_every_row_and_blanks_as_measured():
@@ -73,7 +73,7 @@ def test_half_products_give_the_numbers_of_native_half_precision(dtype, monkeypa
         return [out.dtype, out.detach().float(), linear.weight.grad.clone(), convolution.weight.grad.clone()]
 
     native = forward_backward()
-    with machine.half_products():
+    with compat.half_products():
         widened = forward_backward()
     assert native[0] == widened[0] == dtype
     for a, b in zip(native[1:], widened[1:], strict=True):
@@ -85,7 +85,7 @@ def test_half_products_really_compute_in_fp32(monkeypatch):
     """Sums of 16-bit products must not be rounded on the way: 4096 ones would stall at 256 in a bf16 accumulator."""
     monkeypatch.setattr(machine, "is_fast", lambda name: False)
     ones = torch.ones(1, 4096, dtype=torch.bfloat16)
-    with machine.half_products():
+    with compat.half_products():
         product = ones @ ones.T
     assert product.dtype == torch.bfloat16 and product.item() == 4096.0
 
@@ -93,14 +93,14 @@ def test_half_products_really_compute_in_fp32(monkeypatch):
 def test_half_products_do_nothing_on_a_gpu(monkeypatch):
     """On a machine with a GPU, a timed 16-bit step must not pay for the CPU's emulation."""
     monkeypatch.setattr(machine, "is_fast", lambda name: False)
-    with machine.half_products("cuda:0") as on_a_gpu, machine.half_products("cpu") as on_the_cpu:
+    with compat.half_products("cuda:0") as on_a_gpu, compat.half_products("cpu") as on_the_cpu:
         assert on_a_gpu is None and on_the_cpu is not None
 
 
 def test_half_products_leave_fp32_alone(monkeypatch):
     monkeypatch.setattr(machine, "is_fast", lambda name: False)
     a = torch.randn(8, 8)
-    with machine.half_products():
+    with compat.half_products():
         assert torch.equal(a @ a, torch.mm(a, a))
 
 
@@ -110,9 +110,9 @@ def test_peaks_are_positive_and_plausible():
 
 
 def test_stamp_holds_what_a_result_needs():
-    stamp = machine.stamp()
+    stamp = results.stamp()
     assert {"machine", "device", "cores", "instructions", "versions", "load", "date", "commit"} <= stamp.keys()
-    assert machine.slug() == machine.slug().lower() and " " not in machine.slug()
+    assert results.slug() == results.slug().lower() and " " not in results.slug()
 
 
 def test_imports_stay_cheap():
@@ -121,7 +121,8 @@ def test_imports_stay_cheap():
 import sys
 import torch
 before = set(sys.modules)
-from speedlab import checks, claims, count, data, machine, measure, models
+from speedlab import checks, claims, compat, count, data, launch, machine, measure
+from speedlab.data import glyphs, grammar, models
 heavy = {"lightning", "transformers", "sklearn", "matplotlib", "sympy", "torchvision"}
 print(sorted(heavy & (set(sys.modules) - before)))
 """

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from speedlab import count, models
+from speedlab import count
+from speedlab.data import models
 
 
 def test_small_vit_is_pretrained_and_trainable():

@@ -1,110 +1,155 @@
-"""The scripts of unit 9.3 on bad days: too many processes, a torn checkpoint, no gloo; the script for a cluster."""
+"""The scripts of unit 9.3: counted messages, bad days, torn checkpoints, restarts, the script for a cluster."""
 
 import importlib.util
+import json
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from speedlab import launch
 
 UNIT = Path(__file__).resolve().parent.parent / "code-units" / "9.3-multi-gpu"
+CPU = {"CUDA_VISIBLE_DEVICES": "", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
-def module(name: str, monkeypatch):
+@pytest.fixture
+def module(monkeypatch):
     """A script of the unit as a module, which finds its neighbours."""
-    monkeypatch.syspath_prepend(str(UNIT))
-    spec = importlib.util.spec_from_file_location(name, UNIT / f"{name}.py")
-    loaded = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, name, loaded)
-    spec.loader.exec_module(loaded)
-    return loaded
+
+    def load(name: str):
+        monkeypatch.syspath_prepend(str(UNIT))
+        spec = importlib.util.spec_from_file_location(name, UNIT / f"{name}.py")
+        loaded = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, name, loaded)
+        spec.loader.exec_module(loaded)
+        return loaded
+
+    return load
 
 
 @pytest.mark.parametrize(
     ("arguments", "world_size", "sentence"),
     [
-        (["--rows=3", "--batch=8"], 4, "3 reviews are too few for 4 shares; take fewer processes, or more reviews"),
+        (["--rows=3", "--batch=8"], 4, "3 reviews do not fill a batch of 8; take a smaller batch"),
         (["--batch=6"], 4, "a batch of 6 has no 4 equal shares; take a multiple of 4"),
-        (["--batch=8", "--accumulate=3"], 2, "a batch of 8 has no 6 equal shares; take a multiple of 6"),
         (["--epochs=0"], 1, "must be 1 or more"),
     ],
 )
-def test_more_processes_than_data_get_a_sentence(arguments, world_size, sentence, monkeypatch, capsys):
+def test_a_batch_that_cannot_be_shared_gets_a_sentence(arguments, world_size, sentence, module, monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", str(world_size))
     with pytest.raises(SystemExit):
-        module("finetuning", monkeypatch).parse(arguments, "")
+        module("finetune_common").parse(arguments, "")
     assert sentence in capsys.readouterr().err
 
 
-def test_a_pytorch_without_gloo_gets_a_sentence(monkeypatch):
-    finetuning = module("finetuning", monkeypatch)
+def test_a_count_that_does_not_divide_the_batch_gets_a_sentence(module, monkeypatch, tmp_path, capsys):
+    resume = module("resume")
+    monkeypatch.setattr(resume, "connect", lambda timeout: (0, 5, torch.device("cpu")))
+    with pytest.raises(SystemExit):
+        resume.main([str(tmp_path)])
+    assert "a batch of 24 has no 5 equal shares; take 1, 2, 3, 4, 6, 8, 12 or 24" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("processes", [1, 3, 5])
+def test_every_step_has_a_whole_batch_on_any_number_of_processes(processes, module, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", str(processes))
+    common = module("finetune_common")
+    args = common.parse([f"--batch={8 * processes}", "--rows=100"], "")
+    train_rows, held_out, _ = common.reviews(args)
+    assert len(train_rows) == 100 // args.batch * args.batch
+    assert len(held_out) == 301
+
+
+def test_a_pytorch_without_gloo_gets_a_sentence(module, monkeypatch):
+    finetune_common = module("finetune_common")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(finetuning.dist, "is_gloo_available", lambda: False)
+    monkeypatch.setattr(finetune_common.dist, "is_gloo_available", lambda: False)
     with pytest.raises(SystemExit, match="built without gloo"):
-        finetuning.connect()
+        finetune_common.connect()
 
 
-def checkpoint(folder: Path, step: int, resume) -> Path:
-    resume.save(folder, step, {"step": step, "weights": torch.arange(5000.0)})
-    return folder / f"step-{step:04}.pt"
+def test_each_kind_of_message_is_counted_in_bytes(module):
+    traffic, rehearsal = module("traffic"), module("rehearsal")
+    with rehearsal.rehearse(4):
+        whole, part = torch.zeros(100), torch.zeros(25)
+        with traffic.listen() as messages:
+            dist.all_reduce(whole)
+            dist.all_gather_into_tensor(whole, part)
+            dist.reduce_scatter_tensor(part, whole)
+            dist.all_reduce(whole.half(), group=dist.new_group([0, 1]))
+    assert messages == [
+        ("all-reduce", 400, "float32", 4),
+        ("all-gather", 400, "float32", 4),
+        ("reduce-scatter", 400, "float32", 4),
+        ("all-reduce", 200, "float16", 2),
+    ]
+    # rings: 2·(N-1)/N of the bytes for an all-reduce, (N-1)/N for the other two
+    assert traffic.sent(messages) == 600 + 300 + 300 + 200
 
 
-@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.99])
-def test_a_half_written_checkpoint_is_named_and_the_older_one_used(share, tmp_path, monkeypatch, capsys):
-    resume = module("resume", monkeypatch)
-    checkpoint(tmp_path, 4, resume)
-    newest = checkpoint(tmp_path, 8, resume)
-    assert resume.newest_whole(tmp_path)["step"] == 8
+def save(folder: Path, step: int) -> Path:
+    """A small checkpoint as DCP writes it."""
+    place = folder / f"step-{step:04}"
+    torch.distributed.checkpoint.save({"step": torch.tensor(step)}, checkpoint_id=place, no_dist=True)
+    return place
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_only_a_complete_checkpoint_is_taken_and_others_are_named(module, tmp_path, capsys):
+    resume = module("resume")
+    assert resume.newest_complete(tmp_path) is None
+    for step in (4, 8, 12):
+        save(tmp_path, step)
+    assert resume.newest_complete(tmp_path).name == "step-0012"
+    for step in (8, 12):
+        (tmp_path / f"step-{step:04}" / ".metadata").rename(tmp_path / f"step-{step:04}" / ".metadata.tmp")
     capsys.readouterr()
-    content = newest.read_bytes()
-    newest.write_bytes(content[: int(share * len(content))])
-    assert resume.newest_whole(tmp_path)["step"] == 4
-    said = capsys.readouterr().out
-    assert "step-0008.pt is not whole" in said and "going on from step-0004.pt" in said
+    assert resume.newest_complete(tmp_path).name == "step-0004"
+    assert json.loads(capsys.readouterr().out) == {"skipped": ["step-0012", "step-0008"], "resumed": "step-0004"}
 
 
-def test_without_a_whole_checkpoint_training_starts_anew(tmp_path, monkeypatch):
-    resume = module("resume", monkeypatch)
-    assert resume.newest_whole(tmp_path) is None
-    checkpoint(tmp_path, 4, resume).write_bytes(b"")
-    assert resume.newest_whole(tmp_path) is None
+def test_a_stop_is_obeyed_and_a_restart_repeats_its_dropout(tmp_path):
+    """Two ranks stop when asked; then one dies while it saves: what is trained again has the same losses."""
+    (tmp_path / "stop").touch()
+    launched = launch.run(UNIT / "resume.py", 2, tmp_path, "--dropout=0.2", environment=CPU, timeout=300)
+    assert [json.loads(line).get("step") for line in launched.outputs[0].splitlines()] == [None, 1]
+    (tmp_path / "stop").unlink()
+    options, arguments = ["--max-restarts=1"], ["--dropout=0.2", "--steps=9", "--every=3", "--dies-saving=6"]
+    launched = launch.run(UNIT / "resume.py", 2, tmp_path, *arguments, options=options, environment=CPU, timeout=300)
+    said = [json.loads(line) for line in launched.outputs[0].splitlines()]
+    assert [line["resumed"] for line in said if "resumed" in line] == ["step-0001", "step-0003"]
+    first, second = ({x["step"]: x["loss"] for x in said if x.get("attempt") == i} for i in (0, 1))
+    assert list(first) == [2, 3, 4, 5, 6] and list(second) == [4, 5, 6, 7, 8, 9]
+    assert all(first[step] == second[step] for step in (4, 5, 6)), (
+        "a restart draws other masks than the first attempt"
+    )
 
 
-def test_an_interrupted_save_leaves_the_older_checkpoint(tmp_path, monkeypatch):
-    resume = module("resume", monkeypatch)
-    checkpoint(tmp_path, 4, resume)
-
-    def full_disk(state, place):
-        Path(place).write_bytes(b"half")
-        raise OSError("No space left on device")
-
-    monkeypatch.setattr(resume.torch, "save", full_disk)
-    with pytest.raises(OSError, match="No space"):
-        checkpoint(tmp_path, 8, resume)
-    assert resume.newest_whole(tmp_path)["step"] == 4
-
-
-def test_the_slurm_script_is_a_shell_script_and_runs_what_torchrun_gets(monkeypatch):
-    job = module("cluster", monkeypatch).Job("train.py", 3, 8, "head:29500", ("--batch=96",), max_restarts=2)
-    script = job.slurm(hours=5, cores=32)
-    assert job.world_size == 24
-    lines = script[script.index("srun") :].strip().splitlines()
+def test_the_slurm_script_is_a_shell_script_and_runs_what_torchrun_gets(module):
+    cluster = module("cluster")
+    script = cluster.slurm("train.py", nodes=3, gpus=8, cores=32, hours=5)
+    lines = script[script.index("srun") : script.index("job=$!")].strip().removesuffix("&").splitlines()
     assert all(line.endswith(" \\") for line in lines[:-1]), "the shell would take this for several commands"
     command = shlex.split("".join(line.removesuffix("\\") for line in lines))
-    assert "--rdzv-endpoint=$head:29500" in command
-    expected = ["srun", "torchrun", *(part.replace("head:", "$head:") for part in job.torchrun())]
-    assert command == expected
+    options = {"nodes": "3", "processes": 8, "endpoint": "$head:$port", "job": "$SLURM_JOB_ID", "restarts": 2}
+    assert command == ["srun", "torchrun", *cluster.torchrun("train.py", "$folder", **options)]
     if Path("/bin/bash").exists():
         assert subprocess.run(["/bin/bash", "-n"], input=script, text=True, timeout=30).returncode == 0
 
 
-def test_four_ranks_train_save_once_and_agree(tmp_path):
-    launched = launch.run(
-        UNIT / "resume.py", 4, tmp_path, "--steps=4", timeout=240, environment={"CUDA_VISIBLE_DEVICES": ""}
-    )
-    assert len({output.split('"losses"')[1] for output in launched.outputs}) == 1
-    assert [path.name for path in tmp_path.iterdir()] == ["step-0004.pt"]
+@pytest.mark.skipif(not shutil.which("bash"), reason="bash is not installed")
+def test_a_slurm_job_is_requeued_when_its_time_runs_out_and_not_when_it_ends_or_fails(module):
+    cluster = module("cluster")
+    script = cluster.slurm("train.py", nodes=2, gpus=8, cores=32, hours=5)
+    first, second, last = cluster.play_slurm(script, lives=3)
+    assert [life["asked"] for life in (first, second, last)] == ["requeue 4711", "requeue 4711", ""]
+    assert first["command"] == last["command"]
+    assert [life["code"] for life in (first, second, last)] == [0, 0, 0]
+    failing = script.replace("srun torchrun", "srun torchrun && false")
+    assert [(life["asked"], life["code"]) for life in cluster.play_slurm(failing, lives=1)] == [("", 1)]

@@ -1,14 +1,38 @@
 """`make refresh`: a re-run without a change is an empty diff; no measured value outlives the code that made it."""
 
 import nbformat
+import pytest
 import refresh as tool
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
 CELLS = [
     "import time\nfactor = 2",
-    "print('[measured] time:', factor * time.perf_counter())",
+    "from speedlab.display import measured\nmeasured('time', factor * time.perf_counter())",
     "print('exact:', 21 * 2)",
 ]
+
+
+@pytest.fixture(autouse=True)
+def others(monkeypatch):
+    """What other processes do while a notebook runs, in cores; a quiet machine unless a test says otherwise."""
+    busy = [0.0]
+    monkeypatch.setattr(tool, "wait_until_quiet", lambda patience: busy[0] <= 0.15)
+    monkeypatch.setattr(tool.Moment, "others_since", lambda self, earlier: busy[0])
+    monkeypatch.setattr(tool.machine, "peak_flops", Product())
+    return busy
+
+
+class Product:
+    """A reference product of constant speed, or one that slows down."""
+
+    rates = (1e9,)
+
+    def __call__(self):
+        self.rates = (*self.rates[1:], self.rates[0])
+        return self.rates[0]
+
+    def cache_clear(self):
+        pass
 
 
 def written(path, cells):
@@ -24,14 +48,14 @@ def written(path, cells):
 
 
 def measured(path):
-    return nbformat.read(path, as_version=4).cells[2].outputs[0].text
+    return nbformat.read(path, as_version=4).cells[2].outputs[0].data["text/plain"]
 
 
 def test_a_second_refresh_changes_nothing(tmp_path):
     path = written(tmp_path / "trial.ipynb", CELLS)
-    assert tool.refresh(path) == (True, 0)
+    assert tool.refresh(path) == (True, 0, True)
     first = path.read_bytes()
-    assert tool.refresh(path) == (False, 3)
+    assert tool.refresh(path) == (False, 3, True)
     assert path.read_bytes() == first
 
 
@@ -42,12 +66,58 @@ def test_a_changed_cell_renews_the_measured_values_below_it(tmp_path):
     tool.refresh(written(path, [CELLS[0].replace("2", "3"), *CELLS[1:]]))
     assert measured(path) != old
     new = measured(path)
-    assert tool.refresh(path) == (False, 3) and measured(path) == new
+    assert tool.refresh(path) == (False, 3, True) and measured(path) == new
 
 
 def test_a_change_below_leaves_the_measured_values_above_it(tmp_path):
     path = written(tmp_path / "trial.ipynb", CELLS)
     tool.refresh(path)
     old = measured(path)
-    assert tool.refresh(written(path, [*CELLS[:2], "print('exact:', 21 * 3)"])) == (True, 2)
+    assert tool.refresh(written(path, [*CELLS[:2], "print('exact:', 21 * 3)"])) == (True, 2, True)
     assert measured(path) == old
+
+
+def test_a_busy_machine_stores_no_clock_over_an_old_one(tmp_path, others):
+    path = written(tmp_path / "trial.ipynb", CELLS)
+    tool.refresh(path)
+    old = path.read_bytes()
+    others[0] = 1.3
+    assert tool.refresh(path) == (False, 3, False) and path.read_bytes() == old
+    written(path, [CELLS[0].replace("2", "3"), *CELLS[1:]])
+    tool.refresh(path)
+    assert nbformat.read(path, as_version=4).cells[2].outputs == nbformat.reads(old.decode(), 4).cells[2].outputs
+    others[0] = 0.0
+    assert tool.refresh(path)[1:] == (0, True), "the changed code's clock is stored once the machine is quiet"
+
+
+def test_a_page_recorded_on_a_busy_machine_is_marked_and_recorded_again(tmp_path, others):
+    others[0] = 0.8
+    path = written(tmp_path / "trial.ipynb", CELLS)
+    tool.refresh(path, noisy=True)
+    recorded = nbformat.read(path, as_version=4).metadata["recorded"]
+    assert (recorded["busy"], recorded["products"], recorded["quiet"]) == (0.8, [1, 1], False)
+    old = measured(path)
+    others[0] = 0.0
+    assert tool.refresh(path)[1:] == (2, True) and measured(path) != old
+    assert nbformat.read(path, as_version=4).metadata["recorded"]["quiet"]
+
+
+def test_a_product_that_slows_down_tells_a_noisy_host(tmp_path):
+    tool.machine.peak_flops.rates = (1e9, 1.3e9)
+    path = written(tmp_path / "trial.ipynb", CELLS)
+    assert tool.refresh(path)[2] is False
+
+
+def test_a_changed_file_that_the_notebook_uses_renews_its_measured_values(tmp_path, monkeypatch):
+    monkeypatch.setattr("notebooks.ROOT", tmp_path)
+    (tmp_path / "script.py").write_text("import helper\n")
+    (tmp_path / "helper.py").write_text("x = 1\n")
+    path = written(tmp_path / "trial.ipynb", [CELLS[0] + "\nname = 'script.py'", *CELLS[1:]])
+    tool.refresh(path)
+    old = measured(path)
+    (tmp_path / "helper.py").write_text('"""A remark."""\n# and a comment\nx = 1\n')
+    tool.refresh(path)
+    assert measured(path) == old, "prose changes no output"
+    (tmp_path / "helper.py").write_text("x = 2\n")
+    tool.refresh(path)
+    assert measured(path) != old

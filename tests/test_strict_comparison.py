@@ -10,8 +10,11 @@ import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 from notebooks import ROOT
 
-CLAIM = 'print("ok: it holds")'
-CLAIMED = new_output("stream", name="stdout", text="ok: it holds\n")
+CLAIM = "from speedlab.claims import claim\nclaim('it holds', 1 + 1 == 2)"
+CLAIMED = new_output(
+    "display_data",
+    data={"text/plain": "ok: it holds", "application/vnd.speedlab.claim+json": {"claim": "it holds"}},
+)
 
 
 def stdout(text):
@@ -22,45 +25,140 @@ def cell(source, *outputs, count=1, **metadata):
     return new_code_cell(source, outputs=list(outputs), execution_count=count, metadata=metadata)
 
 
-TIMING = 'import random\nprint(f"[measured] step: {random.random()} s")'
-TABLE = (
-    "from IPython.display import HTML\nimport random\n"
-    "HTML(f'<table class=\"measured\"><tr><th>fp32</th><td>{random.random()}</td></tr></table>')"
+SHOW = "import random\nfrom speedlab.display import measured, quoted, table\n"
+TIMING = SHOW + "measured('step', f'{random.random():.2f} s')"
+TABLE = SHOW + "table(['dtype', 'time'], [('fp32', f'{random.random():.2f} s')], measured=True)"
+QUOTE = SHOW + "quoted('the library', f'connection {random.random()} closed', always='closed')"
+FIGURE = (
+    "from IPython.display import Image, display\nimport base64\n"
+    "png = base64.b64decode('iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAQAAAC1HAwC'\n"
+    "    'AAAAC0lEQVR42mNk+A8AAQUBAScY42YAAAAASUVORK5CYII=')\n"
+)
+EXPLORE = (
+    "import ipywidgets\nfrom speedlab.widgets import explore\nlong = 'a view of many words, ' * 8\n"
+    "explore(lambda n: (f'<p>{n}</p>', f'{long}{n}'), n=ipywidgets.IntSlider(3, 0, 5))"
 )
 
 
-def table_output(label):
-    html = f'<table class="measured"><tr><th>{label}</th><td>0.5</td></tr></table>'
-    data = {"text/html": html, "text/plain": "<IPython.core.display.HTML object>"}
+def measured_output(line, label="step"):
+    kind = "application/vnd.speedlab.measured+json"
+    return new_output("display_data", data={"text/plain": line, kind: {"labels": [label]}})
+
+
+def table_output(row, value="0.5 s"):
+    data = {
+        "text/plain": f"(time)\n[measured] {row}: {value}",
+        "text/html": '<table class="measured"><thead><tr>'
+        "<th scope='col'>dtype</th><th scope='col'>time</th></tr></thead>"
+        f"<tbody><tr><th scope='row'>{row}</th><td>{value}</td></tr></tbody></table>",
+        "application/vnd.speedlab.measured+json": {"labels": [row]},
+    }
     return new_output("execute_result", data=data, execution_count=1)
+
+
+def quote_output(text, always="closed"):
+    kind, content = "application/vnd.speedlab.quoted+json", {"label": "the library", "always": always}
+    return new_output("display_data", data={"text/plain": f"[quoted] the library: {text}", kind: content})
+
+
+def figure_output(alt, **metadata):
+    return new_output(
+        "display_data",
+        data={"image/png": "iVBORw0K", "text/plain": "<IPython.core.display.Image object>"},
+        metadata={"image/png": {"alt": alt, **metadata}},
+    )
+
+
+def widget_output(last):
+    text = "a view of many words, " * 8
+    return new_output(
+        "execute_result", data={"text/html": "<p>3</p>", "text/plain": f"{text}{last}"}, execution_count=1
+    )
 
 
 # Each is one cell of a notebook: the cell, and whether it passes.
 CONTROLS = {
-    "changed timing": (cell(TIMING, stdout("[measured] step: 9 s\n")), True),
+    "changed timing": (cell(TIMING, measured_output("[measured] step: 9 s")), True),
     "changed measured table": (cell(TABLE, table_output("fp32")), True),
+    "changed words of a library": (cell(QUOTE, quote_output("connection 5 closed")), True),
     "last printed place": (cell("print(0.1234)", stdout("0.1235\n")), True),
     "output of a child process": (cell('import os\nos.system("echo from a child");', stdout("from a child\n")), True),
+    "a library's warning": (cell('import sys\nprint(1)\nprint("careful", file=sys.stderr)', stdout("1\n")), True),
+    "alt text": (cell(FIGURE + "Image(png, alt='two bars')", figure_output("two bars")), True),
+    "alt text of a measured figure": (
+        cell(
+            FIGURE + "display(Image(png, alt='2 s', metadata={'measured': True}))",
+            figure_output("9 s", measured=True),
+        ),
+        True,
+    ),
+    "widget": (cell(EXPLORE, widget_output(3)), True),
     "changed digit": (cell("print(0.1234)", stdout("0.1254\n")), False),
     "changed integer": (cell("print(41)", stdout("42\n")), False),
     "changed word": (cell('print("true")', stdout("false\n")), False),
-    "changed label": (cell(TIMING, stdout("[measured] epoch: 9 s\n")), False),
+    "two digits are exact": (cell('print("accuracy 1.0")', stdout("accuracy 0.9\n")), False),
+    "a sign is exact": (cell('print("-0.1")', stdout("0.0\n")), False),
+    "a sign is exact at three digits": (cell('print("-0.001")', stdout("0.001\n")), False),
+    "changed label": (cell(TIMING, measured_output("[measured] epoch: 9 s", "epoch")), False),
     "changed row": (cell(TABLE, table_output("bf16")), False),
+    "conclusion for a measured value": (
+        cell(
+            SHOW + "measured('verdict', 'bf16 is slower')",
+            measured_output("[measured] verdict: bf16 is 5x faster", "verdict"),
+        ),
+        False,
+    ),
+    "stored conclusion": (cell(TIMING, measured_output("[measured] step: bf16 is 5x faster")), False),
+    "stored conclusion in a table": (cell(TABLE, table_output("fp32", "bf16 wins")), False),
+    "printed measured value": (
+        cell("print('[measured] verdict: bf16 is slower')", stdout("[measured] verdict: bf16 is 5x faster\n")),
+        False,
+    ),
+    "words that nobody wrote": (cell(QUOTE, quote_output("bf16 is 5x faster")), False),
+    "printed claim": (cell("print('ok: it holds')", CLAIMED), False),
+    "wrong alt text": (cell(FIGURE + "Image(png, alt='2 bars')", figure_output("5 bars")), False),
+    "alt text said to be measured": (
+        cell(FIGURE + "Image(png, alt='2 bars')", figure_output("5 bars", measured=True)),
+        False,
+    ),
+    "widget that differs at its end": (cell(EXPLORE, widget_output(4)), False),
     "failed claim": (cell('raise AssertionError("not true here")'), False),
     "missing output": (cell("pass", stdout("41\n")), False),
     "unexpected output": (cell("print(41)"), False),
     "stripped": (cell("print(41)", count=None), False),
 }
+BROKEN_WIDGET = (
+    "import ipywidgets\nfrom speedlab.widgets import explore\n"
+    "explore(lambda n: (f'<p>{6 // n}</p>', f'{6 // n}'), n=ipywidgets.IntSlider(3, 0, 5))"
+)
 # Each is a notebook of its own that fails, with the words that say why.
 NOTEBOOKS = {
-    "dead-kernel": ([cell(CLAIM, CLAIMED), cell("import os\nos._exit(1)")], "exceeded while executing cell"),
+    "dead-kernel": ([cell(CLAIM, CLAIMED), cell("import os\nos._exit(1)")], "the kernel died"),
     "skipped-by-tag": ([cell(CLAIM, CLAIMED), cell("print(41)", tags=["nbval-skip"])], "without a listed reason"),
     "ignored-by-tag": (
         [cell(CLAIM, CLAIMED), cell("print(41)", stdout("42\n"), tags=["nbval-ignore-output"])],
         "without a listed reason",
     ),
+    "ignored-by-comment": (
+        [cell(CLAIM, CLAIMED), cell("# NBVAL_IGNORE_OUTPUT\nprint('truth')", stdout("a lie\n"))],
+        "without a listed reason",
+    ),
     "no-claim": ([cell("print(1)", stdout("1\n"))], "no claim was made"),
+    "claim-only-printed": (
+        [cell('print("ok: all is proven")', stdout("ok: all is proven\n"))],
+        "no claim was made",
+    ),
     "no-cell": ([new_markdown_cell("# Prose")], "no code cell to compare"),
+    "broken-widget": (
+        [
+            cell(CLAIM, CLAIMED),
+            cell(
+                BROKEN_WIDGET,
+                new_output("execute_result", data={"text/html": "<p>2</p>", "text/plain": "2"}, execution_count=1),
+            ),
+        ],
+        "n=0: ZeroDivisionError",
+    ),
 }
 
 
@@ -78,7 +176,17 @@ def outcomes(tmp_path_factory):
     for name, cells in {"controls": controls, **{name: cells for name, (cells, _) in NOTEBOOKS.items()}}.items():
         nbformat.write(new_notebook(cells=cells), units / f"{name}.ipynb")
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", "--nbval", "--nbval-cell-timeout=6", "-q", "--junitxml=report.xml"],
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "--nbval",
+            "--nbval-cell-timeout=60",
+            "-q",
+            "--junitxml=report.xml",
+            "-p",
+            "no:xdist",
+        ],
         cwd=house,
         capture_output=True,
         text=True,
@@ -110,5 +218,4 @@ def test_a_stripped_cell_is_told_what_to_do(outcomes):
 
 def test_the_slowest_notebooks_and_the_evidence_are_printed(outcomes):
     assert "slowest notebooks" in outcomes[1]
-    assert "no-claim.ipynb: 1 cells compared, 0 claims" not in outcomes[1]
     assert "controls.ipynb" in outcomes[1]

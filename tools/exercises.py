@@ -1,15 +1,16 @@
 """Make exercises/ from solutions/: each solution becomes a stub, is run, and is written under the same name.
 
 Lines between `# BEGIN SOLUTION` and `# END SOLUTION` become a stub; cells tagged `solution` are left out.
-Usage: python tools/exercises.py [--check]   (--check writes nothing and fails where exercises/ is stale)
+Usage: python tools/exercises.py [--check | solution ...]   (--check writes nothing, fails where exercises/ is stale)
 """
 
 import copy
 import re
 import sys
+from pathlib import Path
 
 import nbformat
-from notebooks import ROOT, execute, keep_outputs, write
+from notebooks import ROOT, execute, find, keep_outputs, write
 
 BLOCK = re.compile(r"^([ \t]*)# BEGIN SOLUTION[^\n]*\n.*?^[ \t]*# END SOLUTION[^\n]*$", re.M | re.S)
 STUB = r"\1# Your code here.\n\1raise NotImplementedError"
@@ -47,13 +48,13 @@ def stale() -> list[str]:
     return wrong
 
 
-def make() -> None:
-    """Generate, run and write every exercise; where only measured values changed, the old output stays."""
-    for path in sorted((ROOT / "solutions").glob("*.ipynb")):
+def make(paths: list[Path]) -> None:
+    """Generate, run and write the exercises of these solutions; where only measured values changed, the old stay."""
+    for path in paths:
         target = ROOT / "exercises" / path.name
         new = execute(stub(nbformat.read(path, as_version=4)), target.parent)
         if target.exists():
-            keep_outputs(nbformat.read(target, as_version=4), new)
+            keep_outputs(nbformat.read(target, as_version=4), new, quiet=False)
         print("changed" if write(new, target) else "same   ", target.relative_to(ROOT))
 
 
@@ -61,10 +62,8 @@ def main() -> None:
     if sys.argv[1:] == ["--check"]:
         if names := stale():
             raise SystemExit(f"Stale in exercises/: {', '.join(names)}. Run `make exercises`.")
-    elif sys.argv[1:]:
-        raise SystemExit(f"Unknown arguments {' '.join(sys.argv[1:])!r}: give none, or --check.")
     else:
-        make()
+        make(find(sys.argv[1:] or ["solutions"]))
 
 
 if __name__ == "__main__":

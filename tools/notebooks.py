@@ -1,9 +1,11 @@
 """What the notebook tests and the maintainers' tools share: finding notebooks, executing them, comparing outputs.
 
-Two outputs are equal when they differ only in measured values (blanked) or by one unit in the last printed place of
-a decimal number. Integers and words must be the same.
+Two outputs are equal when they differ only in measured values, which are values (blanked), or by one unit in the last
+printed place of a decimal number with three significant digits or more. Integers, signs and words must be the same.
 """
 
+import ast
+import functools
 import hashlib
 import json
 import os
@@ -13,10 +15,12 @@ from pathlib import Path
 import nbformat
 from nbclient import NotebookClient
 
+from speedlab.display import CLAIM, MEASURED, QUOTED, unmeasured_word
+
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("code-units", "exercises", "solutions")
-NOT_COMPARED = ("image/png", "image/jpeg", "application/vnd.jupyter.widget-view+json")
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
+NOT_COMPARED = ("image/png", "image/jpeg", WIDGET_VIEW)
 # What a run that is compared needs from its environment.
 QUIET = {
     # a progress bar shows up only on a slow machine, and would differ from run to run
@@ -24,27 +28,28 @@ QUIET = {
     # threads that wait for each other spin by default: beside one busy process, that takes ten times as long
     "OMP_WAIT_POLICY": "passive",
 }
-CLAIM = re.compile(r"(?m)^ok: ")
 # In a code cell's metadata: a hash of the code, from the first cell to this one, that made the stored output.
 MADE_BY = "made_by"
+# In a notebook's metadata: how busy the machine was when the stored outputs were made, and whether that was quiet.
+RECORDED = "recorded"
 
-_MEASURED_LINE = re.compile(r"(?m)^(\[measured\] [^:\n]*):.*$")
-_MEASURED_TABLE = re.compile(r'(?s)<table class="measured">.*?</table>')
-_CELL = re.compile(r"(?s)<td>.*?</td>")
+_MEASURED_LINE = re.compile(r"(?m)^(\[measured\] [^:\n]*): ?(.*)$")
+_QUOTED_LINE = re.compile(r"(?s)^(\[quoted\] [^:\n]*): (.*)$")
+_CELL = re.compile(r"(?s)<td>(.*?)</td>")
 _ADDRESS = re.compile(r"\b0x[0-9a-f]{6,16}\b")
 _CELL_FILE = re.compile(r"\S*ipykernel_\d+[/\\]\d+\.py")
-_DECIMAL = re.compile(r"(?<![\w.])[-+]?\d+\.(\d+)(?:e([-+]?\d+))?(?![\w.])")
+_DECIMAL = re.compile(r"(?<![\w.])([-+]?)(\d+)\.(\d+)(?:e([-+]?\d+))?(?![\w.])")
+# So many significant digits must be printed before one unit in the last place may be a matter of the machine.
+_FORGIVEN_FROM = 3
 
 
 def blank(text: str) -> str:
-    """Blank what is never compared: measured values (their labels stay), addresses, names of temporary files."""
-    text = _MEASURED_LINE.sub(r"\1: *", text)
-    text = _MEASURED_TABLE.sub(lambda found: _CELL.sub("<td>*</td>", found[0]), text)
+    """Blank what is never compared: addresses, and names of temporary files."""
     return _CELL_FILE.sub("<cell>", _ADDRESS.sub("0x…", text))
 
 
 class Printed(str):
-    """Text that equals another when words match and decimals differ by at most one unit in the last printed place."""
+    """Text that equals another when words match and decimals of three digits or more differ by one last unit."""
 
     __hash__ = str.__hash__
 
@@ -55,49 +60,109 @@ class Printed(str):
             return NotImplemented
         if _DECIMAL.sub("#", self) != _DECIMAL.sub("#", other):
             return False
-        return all(
-            len(a[1]) == len(b[1]) and abs(float(a[0]) - float(b[0])) <= 1.001 * _last_place(a)
-            for a, b in zip(_DECIMAL.finditer(self), _DECIMAL.finditer(other), strict=True)
-        )
+        pairs = zip(_DECIMAL.finditer(self), _DECIMAL.finditer(other), strict=True)
+        return all(a[0] == b[0] or _forgiven(a, b) for a, b in pairs)
 
     def __ne__(self, other: object) -> bool:
         equal = self.__eq__(other)
         return equal if equal is NotImplemented else not equal
 
 
-def _last_place(decimal: re.Match) -> float:
-    return 10.0 ** (int(decimal[2] or 0) - len(decimal[1]))
+def _forgiven(a: re.Match, b: re.Match) -> bool:
+    if a[1] != b[1] or len(a[3]) != len(b[3]):
+        return False
+    if min(len((found[2] + found[3]).lstrip("0")) for found in (a, b)) < _FORGIVEN_FROM:
+        return False
+    return abs(float(a[0]) - float(b[0])) <= 1.001 * 10.0 ** (int(a[4] or 0) - len(a[3]))
+
+
+def comparable(outputs: list) -> list[nbformat.NotebookNode]:
+    """The outputs as they are compared: measured values blanked, if they are values; alt texts beside the pictures.
+
+    What goes to stderr is left out: warnings of libraries are neither evidence nor a failure.
+    """
+    kept = []
+    for output in outputs:
+        if output.get("name") == "stderr":
+            continue
+        output = nbformat.from_dict(json.loads(json.dumps(output)))
+        data = output.get("data", {})
+        for kind in ("text/plain", "text/html"):
+            if MEASURED in data and kind in data:
+                data[kind] = _without_values(data[kind], free=data[MEASURED].get("stamp", False))
+        if QUOTED in data:
+            data["text/plain"] = _without_quotation(data["text/plain"], data[QUOTED]["always"])
+        if "image/png" in data:
+            about = output.get("metadata", {})
+            alt = about.get("image/png", {}).get("alt", "none")
+            data["alt text"] = (
+                "measured" if about.get("measured") or about.get("image/png", {}).get("measured") else alt
+            )
+        for key, value in data.items():
+            data[key] = blank(value) if isinstance(value, str) else value
+        kept.append(output)
+    return kept
+
+
+def _without_values(text: str, free: bool) -> str:
+    text = _MEASURED_LINE.sub(lambda found: f"{found[1]}: {_value(found[2], free)}", text)
+    return _CELL.sub(lambda found: f"<td>{_value(found[1], free)}</td>", text)
+
+
+def _without_quotation(text: str, always: str) -> str:
+    return _QUOTED_LINE.sub(lambda found: f"{found[1]}: {'*' if always in found[2] else found[2]}", text)
+
+
+def _value(text: str, free: bool) -> str:
+    """A star for what a measured display may hold; else the text itself, which then has to be the same."""
+    cells = [part.split(" (your guess: ")[0] for part in text.split(" | ")]
+    return "*" if free or not any(map(unmeasured_word, cells)) else text
 
 
 def same_outputs(old: list, new: list) -> bool:
     """Whether two lists of a cell's outputs are equal as the test compares them."""
-    return _comparable(old) == _comparable(new)
+    return _flat(old) == _flat(new)
 
 
-def keep_outputs(old: nbformat.NotebookNode, new: nbformat.NotebookNode) -> int:
-    """Put back each old output that equals the new one and was made by the same code; return how many."""
+def _flat(outputs: list) -> list[dict]:
+    return [
+        {
+            key: Printed(value) if isinstance(value, str) else json.dumps(value, sort_keys=True)
+            for key, value in {**output, **output.get("data", {})}.items()
+            if key not in ("data", "metadata", "execution_count", "traceback", *NOT_COMPARED)
+        }
+        for output in comparable(outputs)
+    ]
+
+
+def claims_in(outputs: list) -> int:
+    """The claims among a cell's outputs; a line that was only printed is none."""
+    return sum(CLAIM in output.get("data", {}) for output in outputs)
+
+
+def keep_outputs(old: nbformat.NotebookNode, new: nbformat.NotebookNode, quiet: bool = True) -> int:
+    """Put back each old output that equals the new one and need not be recorded again; return how many.
+
+    It need not where the same code made it on a quiet machine; and it must not where the machine is busy now.
+    """
     before = {cell.id: cell for cell in old.cells if cell.cell_type == "code"}
+    was_quiet = old.metadata.get(RECORDED, {}).get("quiet", False)
     kept = 0
     for cell in (c for c in new.cells if c.id in before):
         known = before[cell.id]
-        same_code = known.metadata.get(MADE_BY) == cell.metadata[MADE_BY]
+        valid = known.metadata.get(MADE_BY) == cell.metadata[MADE_BY] and (was_quiet or not _clocked(cell.outputs))
         # equal outputs may still differ in what is not compared: an output that gained a picture is stored anew
         same_kinds = [set(o.get("data", ())) for o in known.outputs] == [set(o.get("data", ())) for o in cell.outputs]
-        if same_code and same_kinds and same_outputs(known.outputs, cell.outputs):
+        if (valid or not quiet) and same_kinds and same_outputs(known.outputs, cell.outputs):
             cell.outputs = known.outputs
+            cell.metadata[MADE_BY] = known.metadata.get(MADE_BY, "")
             kept += 1
     return kept
 
 
-def _comparable(outputs: list) -> list[dict]:
-    return [
-        {
-            key: Printed(blank(value)) if isinstance(value, str) else json.dumps(value, sort_keys=True)
-            for key, value in {**output, **output.get("data", {})}.items()
-            if key not in ("data", "metadata", "execution_count", "traceback", *NOT_COMPARED)
-        }
-        for output in outputs
-    ]
+def _clocked(outputs: list) -> bool:
+    """Whether a cell shows what a clock said: its display is marked so, or its picture is."""
+    return any(MEASURED in o.get("data", {}) or "measured" in json.dumps(o.get("metadata", {})) for o in outputs)
 
 
 def find(names: list[str] = ()) -> list[Path]:
@@ -121,11 +186,84 @@ def execute(notebook: nbformat.NotebookNode, folder: Path, timeout: int = 600) -
         coalesce_streams=True,
         resources={"metadata": {"path": str(folder)}},
     ).execute()
-    so_far = hashlib.sha256()
-    for cell in (c for c in notebook.cells if c.cell_type == "code"):
-        so_far.update(cell.source.encode())
-        cell.metadata[MADE_BY] = so_far.hexdigest()[:12]
+    for cell, made_by in zip(_code_cells(notebook), code_hashes(notebook, folder), strict=True):
+        cell.metadata[MADE_BY] = made_by
     return normalise(notebook)
+
+
+def code_hashes(notebook: nbformat.NotebookNode, folder: Path) -> list[str]:
+    """For each code cell a hash of all that makes its output: the code up to it, and the local files it may use."""
+    so_far, hashes = hashlib.sha256(local_code(notebook, folder).encode()), []
+    for cell in _code_cells(notebook):
+        so_far.update(cell.source.encode())
+        hashes.append(so_far.hexdigest()[:12])
+    return hashes
+
+
+def is_stale(path: Path) -> bool:
+    """Whether other code made the stored outputs of a notebook than what stands there now."""
+    notebook = nbformat.read(path, as_version=4)
+    return [c.metadata.get(MADE_BY) for c in _code_cells(notebook)] != code_hashes(notebook, path.parent)
+
+
+def _code_cells(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def local_files(notebook: nbformat.NotebookNode, folder: Path) -> list[Path]:
+    """The project's own Python files that a notebook imports or launches, directly or through one another."""
+    return used_by([cell.source for cell in _code_cells(notebook)], folder)
+
+
+def used_by(sources: list[str], folder: Path) -> list[Path]:
+    """The project's own Python files that pieces of code in a folder import or launch, directly or through others."""
+    found: set[Path] = set()
+    waiting = [path for source in sources for path in _named(source, folder)]
+    while waiting:
+        path = waiting.pop()
+        if path not in found:
+            found.add(path)
+            waiting += _named(path.read_text(encoding="utf-8"), path.parent)
+    return sorted(found)
+
+
+def local_code(notebook: nbformat.NotebookNode, folder: Path) -> str:
+    """The text of those files without comments and docstrings, which change no output."""
+    return "\n".join(
+        f"{path.name}\n{_without_prose(path.read_text(encoding='utf-8'))}" for path in local_files(notebook, folder)
+    )
+
+
+@functools.cache
+def _named(source: str, folder: Path) -> list[Path]:
+    """The project's files that a piece of code imports, or names in a string, as one does to launch a script."""
+    try:
+        tree = ast.parse("\n".join("" if line.startswith(("%", "!")) else line for line in source.splitlines()))
+    except SyntaxError:
+        return []
+    names: list[str] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names += [f"{alias.name.replace('.', '/')}.py" for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            module = node.module.replace(".", "/")
+            names += [f"{module}.py", *(f"{module}/{alias.name}.py" for alias in node.names)]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.endswith(".py"):
+            names.append(node.value)
+    places = [base / name for name in names for base in (folder, ROOT) if len(name) < 200]
+    packages = [place.with_suffix("") / "__init__.py" for place in places]
+    return [p.resolve() for p in (*places, *packages) if p.is_file() and p.resolve().is_relative_to(ROOT)]
+
+
+@functools.cache
+def _without_prose(text: str) -> str:
+    lines = text.splitlines()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and node.body:
+            first = node.body[0]
+            if isinstance(first, ast.Expr) and isinstance(getattr(first.value, "value", None), str):
+                lines[first.lineno - 1 : first.end_lineno] = [""] * (first.end_lineno - first.lineno + 1)
+    return "\n".join(line for line in lines if line.strip() and not line.lstrip().startswith("#"))
 
 
 def normalise(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
@@ -134,12 +272,16 @@ def normalise(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
     A stored widget view refers to a model that no longer exists: an opened notebook would show an error in its place
     until the cell is run. Without the view, Jupyter shows the stored HTML, and running the cell brings the widget.
     """
+    recorded = notebook.metadata.get(RECORDED)
     notebook.metadata = {
+        **({RECORDED: recorded} if recorded else {}),
         "kernelspec": {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"},
         "language_info": {"name": "python"},
     }
     for cell in notebook.cells:
         cell.metadata.pop("execution", None)
+        if "outputs" in cell:
+            cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr"]
         for output in cell.get("outputs", []):
             data = output.get("data", {})
             if WIDGET_VIEW in data and len(data) > 1:

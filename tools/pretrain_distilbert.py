@@ -28,14 +28,14 @@ from tokenizers.trainers import WordPieceTrainer
 from torch.nn import functional as F
 from transformers import DistilBertConfig, DistilBertForMaskedLM, DistilBertTokenizer
 
-from speedlab import grammar
+from speedlab.data import grammar
 
 FIRST_SEED = 1000
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 VOCABULARY, LONGEST = 2000, 256
 REVIEWS, MOST_REVIEWS, BATCH = 120_000, 4, 32
 MASKED = 0.2
-CHECKPOINT = Path(__file__).resolve().parent.parent / "speedlab" / "checkpoints" / "distilbert-small"
+CHECKPOINT = Path(__file__).resolve().parent.parent / "speedlab" / "data" / "checkpoints" / "distilbert-small"
 
 
 def fingerprint() -> str:

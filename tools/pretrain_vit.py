@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 from torchvision.models import VisionTransformer
 
-from speedlab.glyphs import CLASSES, glyphs
+from speedlab.data.glyphs import CLASSES, glyphs
 
 CONFIG = {
     "image_size": 32,
@@ -29,7 +29,7 @@ CONFIG = {
     "num_classes": len(CLASSES),
 }
 BATCH = 128
-CHECKPOINT = Path(__file__).resolve().parent.parent / "speedlab" / "checkpoints" / "vit-small"
+CHECKPOINT = Path(__file__).resolve().parent.parent / "speedlab" / "data" / "checkpoints" / "vit-small"
 
 
 def accuracy(model: torch.nn.Module, images: torch.Tensor, labels: torch.Tensor) -> float:

@@ -8,13 +8,11 @@ import re
 import sys
 from pathlib import Path
 
-from notebooks import CLAIM, ROOT, find
+import ladder_pictures
+from notebooks import ROOT, claims_in, find
 
-sys.path[:0] = [str(ROOT), str(ROOT / "images")]
-import draw_ladders  # noqa: E402
-
-from benchmarks.results import recorded  # noqa: E402
-from speedlab.display import seconds_text  # noqa: E402
+from speedlab.display import seconds_text
+from speedlab.results import recorded
 
 README = ROOT / "README.md"
 # Units that are not written yet, in their place of the numbering: folder name -> what it will show.
@@ -27,6 +25,10 @@ LADDERS = ("vit", "distilbert", "to-accuracy")
 _WORDS_A_MINUTE, _MINUTES_A_CELL = 150, 0.7
 
 
+# An exercise states each task's minutes in the line under its heading.
+_TASK_MINUTES = re.compile(r"(?m)^.*[Dd]ifficulty.*?(\d+) min")
+
+
 def summary(path: Path) -> dict[str, object]:
     """Title, first sentence, minutes and claims of a notebook, from what is stored in it."""
     cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
@@ -34,14 +36,14 @@ def summary(path: Path) -> dict[str, object]:
     code = [c for c in cells if c["cell_type"] == "code"]
     title, sentence = re.match(r"# (.+)\n+(?:\*\*)?([^\n]+(?:\n[^\n]+)*)", prose[0]).groups()
     sentence = re.split(r"(?<=[.?!])\s", " ".join(sentence.split()))[0].rstrip(".")
-    printed = ("".join(o.get("text", "")) for c in code for o in c["outputs"] if o["output_type"] == "stream")
     words = sum(len(text.split()) for text in prose)
-    minutes = words / _WORDS_A_MINUTE + _MINUTES_A_CELL * len(code)
+    stated = [int(found) for found in _TASK_MINUTES.findall("\n".join(prose))]
+    minutes = sum(stated) or words / _WORDS_A_MINUTE + _MINUTES_A_CELL * len(code)
     return {
         "title": title.strip(),
         "sentence": sentence,
         "minutes": 5 * max(1, round(minutes / 5)),
-        "claims": sum(len(CLAIM.findall(text)) for text in printed),
+        "claims": sum(claims_in(c["outputs"]) for c in code),
         "path": path.relative_to(ROOT).as_posix(),
     }
 
@@ -97,7 +99,7 @@ def ladder(name: str) -> str:
         rows += [f"| {'' if i else where} | {_rung(row)} |" for i, row in enumerate(section["rows"])]
     if len(rows) == 2:
         return ""
-    return "\n".join([f"![{draw_ladders.alt(name)}](images/{draw_ladders.picture(name).name})", "", *rows])
+    return "\n".join([f"![{ladder_pictures.alt(name)}](images/{ladder_pictures.picture(name).name})", "", *rows])
 
 
 def _rung(row: dict) -> str:
@@ -134,9 +136,9 @@ def update() -> None:
     """Write the README's generated parts if they changed."""
     before = README.read_text(encoding="utf-8")
     after = render(before)
-    for name in filter(draw_ladders.stale, LADDERS):
-        draw_ladders.draw(name)
-        print(f"changed images/{draw_ladders.picture(name).name}")
+    for name in filter(ladder_pictures.stale, LADDERS):
+        ladder_pictures.draw(name)
+        print(f"changed images/{ladder_pictures.picture(name).name}")
     if before != after:
         README.write_text(after, encoding="utf-8", newline="\n")
         print("changed README.md")
@@ -146,7 +148,7 @@ def main() -> None:
     if sys.argv[1:] == ["--check"]:
         text = README.read_text(encoding="utf-8")
         stale = render(text) != text
-        if stale or any(map(draw_ladders.stale, LADDERS)):
+        if stale or any(map(ladder_pictures.stale, LADDERS)):
             raise SystemExit("The README's tables are stale: run `python tools/readme.py`.")
     else:
         update()

@@ -1,29 +1,98 @@
 """Run notebooks again and store their outputs, keeping an old output where only measured values changed.
 
-A refresh without a change of code is an empty diff. From the first code cell that has changed on, outputs are
-stored anew: a measured value below it may be what the old code measured.
-Usage: python tools/refresh.py [--all | notebook or folder ...]
-Without arguments, the notebooks that git sees as changed, and those with a cell that was never run, are refreshed.
+A refresh without a change of code is an empty diff. From the first code cell that has changed on, or when a file that
+the notebook uses has changed, outputs are stored anew: a measured value may be what the old code measured.
+Measured values are stored from a quiet machine only. On a busy one, old ones stay, and the page is marked as noisy
+where it has none: a later refresh on a quiet machine replaces them.
+Usage: python tools/refresh.py [--noisy] [--wait SECONDS] [--all | notebook or folder ...]
+Without names, the notebooks that git sees as changed, and those with a cell that was never run, are refreshed.
+--noisy stores measured values whatever else the machine does, and marks the page.
 """
 
+import argparse
 import copy
 import subprocess
-import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import nbformat
+import psutil
 import readme
-from notebooks import ROOT, execute, find, keep_outputs, write
+from nbclient.exceptions import CellExecutionError
+from notebooks import RECORDED, ROOT, execute, find, keep_outputs, write
 from tqdm import tqdm
 
+from speedlab import machine
 
-def refresh(path: Path) -> tuple[bool, int]:
-    """Re-execute one notebook in place; return whether its file changed, and how many outputs were kept."""
+# Cores that other processes may keep busy, on average, and how far two reference products may differ.
+_OTHERS, _DRIFT = 0.15, 1.15
+
+
+@dataclass(frozen=True)
+class Moment:
+    """The clock, CPU seconds spent by all processes and by ours and their ended children, and a product's FLOP/s."""
+
+    time: float
+    everyone: float
+    ours: float
+    product: float = 0.0
+
+    def others_since(self, earlier: "Moment") -> float:
+        """Cores that other processes kept busy, on average, since an earlier moment."""
+        spent = (self.everyone - earlier.everyone) - (self.ours - earlier.ours)
+        return max(0.0, spent) / (self.time - earlier.time)
+
+
+def moment(product: bool = False) -> Moment:
+    """Look at the clocks; with `product`, time a short reference product too."""
+    if product:
+        machine.peak_flops.cache_clear()
+    rate = machine.peak_flops() if product else 0.0
+    everyone, ours = psutil.cpu_times(), psutil.Process().cpu_times()
+    idle = everyone.idle + getattr(everyone, "iowait", 0.0)
+    family = ours.user + ours.system + getattr(ours, "children_user", 0.0) + getattr(ours, "children_system", 0.0)
+    return Moment(time.perf_counter(), sum(everyone[:8]) - idle, family, rate)
+
+
+def wait_until_quiet(patience: float) -> bool:
+    """Wait until other processes leave the machine alone for two seconds; give up after `patience` seconds."""
+    end, told = time.monotonic() + patience, False
+    while True:
+        before = moment()
+        time.sleep(2.0)
+        others = moment().others_since(before)
+        if others <= _OTHERS:
+            return True
+        if time.monotonic() > end:
+            print(f"Other processes keep {others:.2f} cores busy: measured values that stand are kept.")
+            return False
+        if not told:
+            print(
+                f"Other processes keep {others:.2f} cores busy; waiting up to {patience:.0f} s for a quiet machine."
+            )
+            told = True
+
+
+def refresh(path: Path, noisy: bool = False, patience: float = 60.0) -> tuple[bool, int, bool]:
+    """Re-execute one notebook in place; return whether its file changed, how many outputs were kept, and quiet."""
     old = nbformat.read(path, as_version=4)
+    calm = noisy or wait_until_quiet(patience)
+    before = moment(product=True)
     new = execute(copy.deepcopy(old), path.parent)
-    kept = keep_outputs(old, new)
-    return write(new, path), kept
+    after = moment()
+    others, product = after.others_since(before), moment(product=True).product
+    drift = max(product, before.product) / min(product, before.product)
+    quiet = calm and not noisy and others <= _OTHERS and drift <= _DRIFT
+    kept = keep_outputs(old, new, quiet=quiet or noisy)
+    if kept < sum(c.cell_type == "code" for c in new.cells) or RECORDED not in old.metadata:
+        new.metadata[RECORDED] = {
+            "busy": round(others, 2),
+            "products": [round(rate / 1e9) for rate in (before.product, product)],
+            "quiet": quiet,
+            "seconds": round(after.time - before.time),
+        }
+    return write(new, path), kept, quiet
 
 
 def changed() -> list[Path]:
@@ -42,19 +111,32 @@ def _has_unrun_cells(path: Path) -> bool:
 
 
 def main() -> None:
-    names = sys.argv[1:]
-    paths = find() if names == ["--all"] else find(names) if names else changed()
+    parser = argparse.ArgumentParser(description="Run notebooks again and store their outputs.")
+    parser.add_argument("names", nargs="*", help="notebooks or folders; without, what git sees as changed")
+    parser.add_argument("--all", action="store_true", help="every notebook of the course")
+    parser.add_argument("--noisy", action="store_true", help="store measured values from a busy machine, marked so")
+    parser.add_argument("--wait", type=float, default=60.0, help="seconds to wait for a quiet machine (60)")
+    given = parser.parse_args()
+    paths = find() if given.all else find(given.names) if given.names else changed()
     if not paths:
         print("No notebook has changed. Name one, or give --all.")
+    failed: list[Path] = []
     with tqdm(paths, unit="notebook", disable=False) as bar:
         for path in bar:
             bar.set_postfix_str(path.stem)
             start = time.perf_counter()
-            differs, kept = refresh(path)
+            try:
+                differs, kept, quiet = refresh(path, given.noisy, given.wait)
+            except CellExecutionError as error:
+                failed.append(path)
+                bar.write(f"failed, left as it was: {path.relative_to(ROOT)}\n{error}")
+                continue
+            state = ("changed" if differs else "same   ") + (" quiet" if quiet else " noisy")
             seconds = time.perf_counter() - start
-            state = "changed" if differs else "same   "
             bar.write(f"{state} {seconds:5.0f} s  {kept:3d} outputs kept  {path.relative_to(ROOT)}")
     readme.update()
+    if failed:
+        raise SystemExit(f"{len(failed)} of {len(paths)} notebooks raised an error: see above.")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""One training run shared by all ranks: the weights are broadcast, the batch is split, the gradients are averaged."""
+"""One training run shared by all ranks: the weights are broadcast, the batch is split, the gradients are summed."""
 
 import json
 
@@ -16,7 +16,7 @@ sent_bytes = 0
 def send(tensor, to):
     global sent_bytes
     sent_bytes += tensor.nbytes
-    return dist.isend(tensor, to)  # does not wait: everybody may send first and receive afterwards
+    return dist.isend(tensor, to)  # does not wait: all ranks may send first and receive afterwards
 
 
 def receive_like(tensor, source):
@@ -26,7 +26,7 @@ def receive_like(tensor, source):
 
 
 def broadcast(tensor):
-    """Hand rank 0's numbers from neighbour to neighbour until everybody has them."""
+    """Pass rank 0's numbers from neighbour to neighbour until every rank has them."""
     if rank > 0:
         tensor.copy_(receive_like(tensor, left))
     if rank < world_size - 1:
@@ -42,29 +42,29 @@ def ring_all_reduce(tensor):
         request = send(leaving.clone(), right)
         received = receive_like(arriving, left)
         if step < world_size - 1:
-            arriving.add_(received)  # reduce-scatter: sums grow on their way
+            arriving.add_(received)  # reduce-scatter: each sum grows as it travels
         else:
-            arriving.copy_(received)  # all-gather: finished sums are handed on
+            arriving.copy_(received)  # all-gather: finished sums are passed on
         request.wait()
 
 
 torch.manual_seed(rank)  # on purpose a different model on every rank
-model = nn.Sequential(nn.Linear(11, 39), nn.GELU(), nn.Linear(39, 6))
+model = nn.Sequential(nn.Linear(11, 93), nn.GELU(), nn.Linear(93, 6))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for parameter in model.parameters():
     broadcast(parameter.data)
 
 generator = torch.Generator().manual_seed(7)
 inputs, targets = torch.randn(24, 11, generator=generator), torch.randn(24, 6, generator=generator)
-shard = slice(rank * 24 // world_size, (rank + 1) * 24 // world_size)
+shard = slice(rank * 24 // world_size, (rank + 1) * 24 // world_size)  # on 5 ranks: 4, 5, 5, 5 and 5 rows
 sent_bytes = 0
 for _ in range(5):
     optimizer.zero_grad()
-    loss = F.mse_loss(model(inputs[shard]), targets[shard])
+    # the shard's sum over the whole batch's size: right for shards of any size, even of none
+    loss = F.mse_loss(model(inputs[shard]), targets[shard], reduction="sum") / targets.numel()
     loss.backward()
     gradient = torch.cat([p.grad.view(-1) for p in model.parameters()])
     ring_all_reduce(gradient)
-    gradient /= world_size  # the mean over ranks
     nn.utils.vector_to_parameters(gradient, [p.grad for p in model.parameters()])
     optimizer.step()
 

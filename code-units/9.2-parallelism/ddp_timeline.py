@@ -1,7 +1,9 @@
-"""The same with DistributedDataParallel: what it sends in each bucket, and when, while backward still runs."""
+"""DistributedDataParallel on eight layers: which bucket leaves when, on a network that is slowed down by sleeping."""
 
 import json
+import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 import torch.distributed as dist
@@ -10,42 +12,71 @@ from torch.nn.parallel import DistributedDataParallel
 
 dist.init_process_group("gloo")
 rank, world_size = dist.get_rank(), dist.get_world_size()
+nap, latency, bandwidth = map(float, sys.argv[1:4])  # seconds per layer, seconds per message, bytes per second
+limits = [None if text == "default" else float(text) for text in sys.argv[4:]]
+network = ThreadPoolExecutor(1)  # one message at a time
+layers_done = 0
+
+
+class Slow(torch.autograd.Function):
+    """Changes nothing, and takes a nap in backward: sleeping needs no core, so ranks do not compete for cores."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        global layers_done
+        time.sleep(nap)
+        layers_done += 1
+        return gradient
+
+
+class Layer(nn.Linear):
+    def forward(self, x):
+        return nn.functional.gelu(Slow.apply(super().forward(x)))
+
+
 torch.manual_seed(0)
-layers = [layer for _ in range(8) for layer in (nn.Linear(384, 384), nn.GELU())]
-model = nn.Sequential(*layers)
+model = nn.Sequential(*[Layer(384, 384) for _ in range(8)])
 inputs, targets = torch.randn(2, 512, 384)
 mine = slice(rank * 512 // world_size, (rank + 1) * 512 // world_size)
 
 
-def train(bucket_mib):
-    """Three steps with buckets of at most so many MiB; what happened in the last one."""
-    ddp = DistributedDataParallel(model, bucket_cap_mb=bucket_mib)
-    events = []
+def train(limit):
+    """Two steps with one bucket limit, in MiB; what happened in the second one."""
+    global layers_done
+    ddp, events = DistributedDataParallel(model, bucket_cap_mb=limit), []
 
     def all_reduce(_, bucket):
-        event = {"bytes": bucket.buffer().nbytes, "start": time.perf_counter() - start}
+        event, done = {"bytes": bucket.buffer().nbytes, "layers": layers_done}, torch.futures.Future()
+        event["left"] = time.perf_counter() - start
         events.append(event)
-        work = dist.all_reduce(bucket.buffer().div_(world_size), async_op=True)
 
-        def finished(future):
+        def carry():
+            event["start"] = time.perf_counter() - start
+            dist.all_reduce(bucket.buffer())  # a sum: the loss below is already divided by the whole batch's size
+            time.sleep(latency + bucket.buffer().nbytes / bandwidth)
             event["end"] = time.perf_counter() - start
-            return future.value()[0]
+            done.set_result(bucket.buffer())
 
-        return work.get_future().then(finished)
+        network.submit(carry)
+        return done
 
     ddp.register_comm_hook(None, all_reduce)
-    for _ in range(3):  # the buckets get their final order after the first step
+    for _ in range(2):  # DDP puts its buckets in order after the first step
         model.zero_grad()
-        loss = nn.functional.mse_loss(ddp(inputs[mine]), targets[mine])
+        loss = nn.functional.mse_loss(ddp(inputs[mine]), targets[mine], reduction="sum") / targets.numel()
         events.clear()
-        start = time.perf_counter()
+        layers_done, start = 0, time.perf_counter()
         loss.backward()
         seconds = time.perf_counter() - start
-    return {"events": events, "backward_s": seconds}
+    return {"events": events, "seconds": seconds}
 
 
-report = {str(mib): train(mib) for mib in (0.1, 1.2, 100)}
-report["gradient"] = model[-2].weight.grad[0].tolist()
+report = {"limits": [train(limit) for limit in limits]}
+report["gradient"] = model[-1].weight.grad[0].tolist()
 report["parameter_bytes"] = sum(p.nbytes for p in model.parameters())
 print(json.dumps(report))
 dist.destroy_process_group()

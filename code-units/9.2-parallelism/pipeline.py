@@ -1,4 +1,4 @@
-"""A model cut into stages, one a rank: GPipe and 1F1B train it as one process does; then stages that sleep."""
+"""A model cut into stages: four of torch's schedules train it as one process does; then stages that sleep."""
 
 import json
 import sys
@@ -7,73 +7,90 @@ import time
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed import pipelining
 from torch.nn import functional as F
 
+ROWS, WIDTH = 24, 16
+SCHEDULES = {  # torch's class, stages per rank, whether it takes a list of stages
+    "GPipe": (pipelining.ScheduleGPipe, 1, False),
+    "1F1B": (pipelining.Schedule1F1B, 1, False),
+    "interleaved": (pipelining.ScheduleInterleaved1F1B, 2, True),
+    "zero bubble": (pipelining.ScheduleInterleavedZeroBubble, 1, True),
+}
 dist.init_process_group("gloo")
 rank, world_size = dist.get_rank(), dist.get_world_size()
-last = world_size - 1
-micro_batches, naps = int(sys.argv[1]), float(sys.argv[2])
+micro_batches, nap = int(sys.argv[1]), float(sys.argv[2])
+if ROWS % micro_batches:
+    sys.exit(f"This script cuts {ROWS} rows: give it micro-batches that divide {ROWS}, not {micro_batches}.")
 events, held, most_held = [], 0, 0
 
 
 class Watched(torch.autograd.Function):
-    """Changes nothing. Counts the micro-batches between their forward and their backward, and may take naps."""
+    """Changes nothing. Notes each forward and backward, counts the micro-batches between them, and may take naps."""
 
     @staticmethod
-    def forward(ctx, x, seconds):
+    def forward(ctx, x, piece, seconds):
         global held, most_held
-        held, ctx.seconds = held + 1, seconds
+        held, ctx.piece, ctx.seconds = held + 1, piece, seconds
         most_held = max(most_held, held)
-        note("forward", seconds)
-        return x.view_as(x)
+        note("F", piece, seconds)
+        return x.clone()  # the zero-bubble schedule detaches a stage's output in place, which a view would not allow
 
     @staticmethod
     def backward(ctx, gradient):
         global held
         held -= 1
-        note("backward", 2 * ctx.seconds)
-        return gradient, None
+        note("B", ctx.piece, 2 * ctx.seconds)
+        return gradient, None, None
 
 
-def note(what, seconds):
+def note(what, piece, seconds):
     begin = time.monotonic()
     time.sleep(seconds)
-    events.append((what, begin, time.monotonic()))
+    events.append((what, *piece, begin, time.monotonic()))
 
 
 class Stage(nn.Module):
-    def __init__(self, layers, seconds=0.0):
+    def __init__(self, layers, number, seconds):
         super().__init__()
-        self.layers, self.seconds = layers, seconds
+        self.layers, self.number, self.seconds, self.seen = nn.Sequential(*layers), number, seconds, 0
 
     def forward(self, x):
-        return Watched.apply(self.layers(x), self.seconds)
+        piece, self.seen = (self.seen % micro_batches, self.number), self.seen + 1
+        return Watched.apply(self.layers(x), piece, self.seconds)
 
 
-def run(kind, seconds):
-    """One step of a schedule: losses, this stage's gradients, what it did and when, what it held at most."""
+def run(name, seconds):
+    """One step of a schedule: losses, this rank's gradients, what it did and when, what it held at most."""
     global most_held
-    torch.manual_seed(0)  # every rank draws the whole model, in order, and keeps its own layer
-    layers = [nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(world_size)]
-    inputs, targets = torch.randn(2, 24, 16)
-    one = torch.empty(24 // micro_batches, 16, requires_grad=True)  # what a micro-batch is like between stages
-    stage = PipelineStage(
-        Stage(layers[rank], seconds), rank, world_size, torch.device("cpu"), input_args=one, output_args=one
-    )
-    schedule = kind(stage, micro_batches, loss_fn=F.mse_loss)
+    kind, per_rank, several = SCHEDULES[name]
+    torch.manual_seed(0)  # every rank draws the whole model, in order, and keeps its own layers
+    layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(2 * world_size)]
+    inputs, targets = torch.randn(2, ROWS, WIDTH)
+    one = torch.empty(ROWS // micro_batches, WIDTH, requires_grad=True)  # a micro-batch between stages
+    stages, size, count = [], 2 // per_rank, per_rank * world_size
+    for number in range(rank, count, world_size):
+        mine = Stage(layers[number * size : (number + 1) * size], number, seconds / per_rank)
+        like = {"input_args": one, "output_args": one}
+        stages.append(pipelining.PipelineStage(mine, number, count, torch.device("cpu"), **like))
+    schedule = kind(stages if several else stages[0], micro_batches, loss_fn=F.mse_loss)
     for _ in range(2):  # the first step also opens the connections
         dist.barrier()
-        stage.submod.zero_grad()
+        for stage in stages:
+            stage.submod.zero_grad()
         events.clear()
         most_held, losses = 0, []
-        schedule.step(*[inputs] * (rank == 0), **({"target": targets, "losses": losses} if rank == last else {}))
-    gradient = torch.cat([p.grad.flatten() for p in stage.submod.parameters()]).tolist()
+        last = {"target": targets, "losses": losses} if rank == world_size - 1 else {}
+        schedule.step(*[inputs] * (rank == 0), **last)
+    gradient = torch.cat([p.grad.flatten() for stage in stages for p in stage.submod.parameters()]).tolist()
+    order = schedule.pipeline_order[rank] if several else []  # what torch means to do; None is a pause
+    plan = [(a.computation_type.value, a.microbatch_index, a.stage_index) for a in order if a]
     losses = [loss.item() for loss in losses]
-    return {"gradient": gradient, "losses": losses, "events": list(events), "most_held": most_held}
+    return {"gradient": gradient, "losses": losses, "events": list(events), "most_held": most_held, "plan": plan}
 
 
-schedules = {"GPipe": ScheduleGPipe, "1F1B": Schedule1F1B}
-report = {name: {"awake": run(kind, 0.0), "asleep": run(kind, naps)} for name, kind in schedules.items()}
+report = {name: {"awake": run(name, 0.0)} for name in SCHEDULES}
+for name in ("GPipe", "1F1B", "interleaved"):  # whose backward is one piece, which `Watched` can slow down
+    report[name]["asleep"] = run(name, nap)
 print(json.dumps(report))
 dist.destroy_process_group()

@@ -1,90 +1,137 @@
-"""The sequence cut over all ranks: LayerNorm and dropout on slices, then ring attention with an online softmax."""
+"""An MLP with LayerNorm and dropout, cut over all ranks: by tensor parallelism alone, then with its sequence cut."""
 
 import json
+import sys
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.nn import functional as F
 
 dist.init_process_group("gloo")
 rank, world_size = dist.get_rank(), dist.get_world_size()
-B, HEADS, T, D = 2, 2, 48, 8
-C = HEADS * D
-sent = []
+T, B, C = 48, 2, 24  # the sequence comes first: that is the dimension which the collectives gather and scatter
+if T % world_size:
+    sys.exit(f"This script cuts {T} tokens: start it on a number of processes that divides {T}, not on {world_size}.")
+sent, kept = [], {}
 
 
-class Pass(torch.autograd.Function):
-    """Hand a tensor to the right-hand neighbour; in backward its gradient comes back the same way."""
+def all_gather(piece):
+    """(T/N, B, C) on every rank to (T, B, C) on every rank."""
+    whole = piece.new_empty(T, *piece.shape[1:])
+    dist.all_gather_into_tensor(whole, piece.contiguous())
+    sent.append(whole.nbytes)  # of which a rank sends (N-1)/N
+    return whole
+
+
+def reduce_scatter(parts):
+    """(T, B, C) on every rank, to be summed, to each rank's (T/N, B, C) of the sum."""
+    piece = parts.new_empty(T // world_size, *parts.shape[1:])
+    dist.reduce_scatter_tensor(piece, parts.contiguous())
+    sent.append(parts.nbytes)
+    return piece
+
+
+def all_reduce(parts):
+    total = parts.contiguous().clone()
+    dist.all_reduce(total)
+    sent.extend([total.nbytes, total.nbytes])  # a reduce-scatter and an all-gather
+    return total
+
+
+class Communicate(torch.autograd.Function):
+    """`there(x)` in forward, and `back(gradient)` in backward."""
 
     @staticmethod
-    def forward(ctx, tensor):
-        return exchange(tensor, +1)
+    def forward(ctx, x, there, back):
+        ctx.back = back
+        return there(x)
 
     @staticmethod
     def backward(ctx, gradient):
-        return exchange(gradient, -1)
+        return ctx.back(gradient), None, None
 
 
-def exchange(tensor, way):
-    arrived = torch.empty_like(tensor, memory_format=torch.contiguous_format)
-    request = dist.isend(tensor.contiguous(), (rank + way) % world_size)
-    dist.recv(arrived, (rank - way) % world_size)
-    request.wait()
-    sent.append(tensor.nbytes)
-    return arrived
+class GatherLinear(torch.autograd.Function):
+    """Gather, then the first layer. Keeps only this rank's slice of the input, and gathers again in backward."""
+
+    @staticmethod
+    def forward(ctx, piece, weight):
+        ctx.save_for_backward(piece, weight)
+        return F.linear(all_gather(piece), weight)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        piece, weight = ctx.saved_tensors
+        whole = all_gather(piece)
+        return reduce_scatter(gradient @ weight), gradient.flatten(0, 1).T @ whole.flatten(0, 1)
 
 
-def ring_attention(q, k, v, positions, causal):
-    """q, k, v (B, H, T/N, D) are this rank's tokens, `positions` (N, T/N) says which tokens each rank has."""
-    out = torch.zeros_like(q)
-    total = torch.zeros(*q.shape[:-1], 1)  # the softmax's denominator so far
-    highest = torch.full_like(total, -torch.inf)  # the largest score so far
-    largest = 0
-    for step in range(world_size):
-        source = (rank - step) % world_size  # whose keys and values are here now
-        scores = q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5  # (B, H, T/N, T/N)
-        largest = max(largest, scores.numel())
-        if causal:
-            scores = scores.masked_fill(positions[rank][:, None] < positions[source], -torch.inf)
-        higher = torch.maximum(highest, scores.amax(-1, keepdim=True)).detach()
-        safe = higher.nan_to_num(neginf=0.0)  # a row that may look at nothing here
-        weights, keep = torch.exp(scores - safe), torch.exp(highest - safe)
-        out, total, highest = out * keep + weights @ v, total * keep + weights.sum(-1, keepdim=True), higher
-        if step < world_size - 1:
-            k, v = Pass.apply(torch.stack([k, v]))
-    return out / total, largest
+def tensor_alone(normed, up, down):
+    entered = Communicate.apply(normed, torch.clone, all_reduce)
+    return Communicate.apply(F.linear(F.gelu(F.linear(entered, up)), down), all_reduce, torch.clone)
 
 
-report = {}
-torch.manual_seed(0)  # every rank draws the whole, and keeps its slice
-mine = slice(rank * T // world_size, (rank + 1) * T // world_size)
-x, gain, bias, mask = torch.randn(B, T, C), torch.randn(C), torch.randn(C), torch.rand(B, T, C) > 0.1
-weights = [gain.requires_grad_(), bias.requires_grad_()]
-y = F.layer_norm(x[:, mine], (C,), *weights) * mask[:, mine] / 0.9  # dropout, with the mask's slice
-y.square().sum().backward()
-for weight in weights:
-    dist.all_reduce(weight.grad)  # each rank saw some of the tokens
-report["norm"] = {"y": y.tolist(), "gradients": [weight.grad.tolist() for weight in weights]}
+def keeps_the_whole(normed, up, down):
+    whole = Communicate.apply(normed, all_gather, reduce_scatter)
+    return Communicate.apply(F.linear(F.gelu(F.linear(whole, up)), down), reduce_scatter, all_gather)
 
-torch.manual_seed(1)
-qkv = torch.randn(3, B, HEADS, T, D)
-pieces = torch.arange(T).chunk(2 * world_size)
-layouts = {
-    "contiguous": torch.arange(T).view(world_size, -1),
-    "zigzag": torch.stack([torch.cat([pieces[r], pieces[2 * world_size - 1 - r]]) for r in range(world_size)]),
-}
-for name, positions in layouts.items():
-    for causal in (False, True):
-        shares = qkv[:, :, :, positions[rank]].clone().requires_grad_()
-        sent.clear()
-        out, largest = ring_attention(*shares, positions, causal)
-        forward = sum(sent)
-        out.square().sum().backward()
-        report[f"{name}, {'causal' if causal else 'full'}"] = {
-            "out": out.tolist(),
-            "gradient": shares.grad.tolist(),
-            "sent": forward,
-            "largest": largest,
-        }
-print(json.dumps(report))
+
+def gathers_again(normed, up, down):
+    hidden = GatherLinear.apply(normed, up)
+    return Communicate.apply(F.linear(F.gelu(hidden), down), reduce_scatter, all_gather)
+
+
+def keep(tensor):
+    if tensor.untyped_storage().data_ptr() not in own:
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+    return tensor
+
+
+def count(of):
+    total, number = sum(of), len(of)
+    of.clear()
+    return {"bytes": total, "halves": number}  # an all-reduce counts as two
+
+
+torch.manual_seed(0)  # every rank draws the whole, and keeps its share
+x, mask = torch.randn(T, B, C), torch.rand(T, B, C) > 0.1
+gain, bias, up, down = torch.randn(C), torch.randn(C), torch.randn(4 * C, C) / 5, torch.randn(C, 4 * C) / 10
+mine, report = slice(rank * T // world_size, (rank + 1) * T // world_size), {}
+for mlp in (tensor_alone, keeps_the_whole, gathers_again):
+    rows = slice(0, T) if mlp is tensor_alone else mine
+    tensors = [x[rows], gain, bias, up.chunk(world_size, 0)[rank], down.chunk(world_size, 1)[rank]]
+    piece, *weights = [t.clone().requires_grad_() for t in tensors]
+    own, dropped = {w.data_ptr() for w in weights}, mask[rows].clone()
+    kept.clear()
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        normed = F.layer_norm(piece, (C,), *weights[:2])
+        y = piece + mlp(normed, *weights[2:]) * dropped / 0.9
+    forward, held = count(sent), sum(t.untyped_storage().nbytes() for t in kept.values())
+    y.square().sum().backward()
+    backward = count(sent)
+    if mlp is not tensor_alone:
+        for weight in weights[:2]:
+            dist.all_reduce(weight.grad)  # each rank saw some of the tokens
+    gradients = [w.grad.tolist() for w in weights]
+    shares = {"y": y.tolist(), "x_grad": piece.grad.tolist(), "gradients": gradients}
+    report[mlp.__name__] = {**shares, "forward": forward, "backward": backward, "kept": held}
+
+model = nn.Sequential(nn.LayerNorm(C), nn.Linear(C, 4 * C, bias=False), nn.GELU(), nn.Linear(4 * C, C, bias=False))
+for parameter, value in zip(model.parameters(), (gain, bias, up, down), strict=True):
+    parameter.data = value.clone()
+layouts = {"0": SequenceParallel(sequence_dim=0), "1": ColwiseParallel(input_layouts=Shard(0))}
+layouts |= {"3": RowwiseParallel(output_layouts=Shard(0))}
+parallelize_module(model, init_device_mesh("cpu", (world_size,)), layouts)
+with CommDebugMode() as forward:
+    y = x[mine] + model(x[mine]) * mask[mine] / 0.9
+with CommDebugMode() as backward:
+    y.square().sum().backward()
+counts = [{str(name).split(".")[-1]: n for name, n in mode.get_comm_counts().items()} for mode in (forward, backward)]
+dtensor = {"y": y.tolist(), "up_grad": model[1].weight.grad.full_tensor().tolist(), "counts": counts}
+print(json.dumps({**report, "dtensor": dtensor}))
 dist.destroy_process_group()

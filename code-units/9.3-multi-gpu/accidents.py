@@ -1,27 +1,37 @@
-"""Accidents on purpose: a rank that dies, one that lags and then does not come, one that calls something else."""
+"""Accidents on purpose, on two ranks: rank 1 dies, lags and then stays away, or calls something else."""
 
 import json
 import os
+import signal
 import sys
+import threading
 import time
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
-from finetuning import connect
+from finetune_common import connect
 
 PATIENCE = 2.0  # seconds that a collective waits for a rank; the default is ten minutes or more
 
 
+def all_reduce(group: dist.ProcessGroup | None = None) -> None:
+    dist.all_reduce(torch.ones(1000), group=group)
+
+
 def dies(rank: int) -> None:
+    told_to_stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: told_to_stop.set())  # the survivor says what it saw before it goes
     for step in range(1, 9):
         if rank == 1 and step == 3:
-            os._exit(7)  # no farewell: as if it had been killed for its memory
+            os._exit(7)  # no message, no traceback: as if it had been killed for its memory
         try:
-            dist.all_reduce(torch.ones(1000))
+            all_reduce()
         except RuntimeError as error:
             print(f"step {step}: {str(error).splitlines()[0]}")
-            time.sleep(60)  # the launcher ends what is left
+            told_to_stop.wait(60)  # until the launcher ends what is left
+            raise
 
 
 def lags(rank: int) -> None:
@@ -29,31 +39,27 @@ def lags(rank: int) -> None:
     for _ in range(6):
         time.sleep(0.3 * rank)  # rank 1 has the long reviews, or the slow disk
         start = time.perf_counter()
-        dist.all_reduce(torch.ones(1000))
+        all_reduce()
         waited += time.perf_counter() - start
     report = {"waited": waited}
-    short = timedelta(seconds=PATIENCE)
-    plain, monitored = dist.new_group(timeout=short), dist.new_group(timeout=short)
-    calls = {
-        "all_reduce": lambda: dist.all_reduce(torch.ones(1000), group=plain),
-        "monitored_barrier": lambda: dist.monitored_barrier(monitored, timeout=short),
-    }
-    for name, call in calls.items():
-        if rank == 0:
-            start = time.perf_counter()
-            try:
-                call()
-            except RuntimeError as error:
-                report[name] = {"seconds": time.perf_counter() - start, "says": str(error)}
-    if rank == 1:
-        time.sleep(3 * PATIENCE)  # it never gets to either
+    barrier = partial(dist.monitored_barrier, timeout=timedelta(seconds=PATIENCE))  # it does not ask its group
+    tries = {"all_reduce": (all_reduce, PATIENCE), "monitored_barrier": (barrier, PATIENCE)}
+    for name, (collective, seconds) in {**tries, "patient": (all_reduce, 60.0)}.items():
+        group = dist.new_group(timeout=timedelta(seconds=seconds))
+        time.sleep(2 * PATIENCE * rank)  # rank 1 is alive and well, and writes a checkpoint
+        start, says = time.perf_counter(), ""
+        try:
+            collective(group)
+        except RuntimeError as error:
+            says = str(error)
+        report[name] = {"seconds": time.perf_counter() - start, "says": says}
     print(json.dumps(report))
 
 
 def differs(rank: int) -> None:
     try:
         if rank == 0:
-            dist.all_reduce(torch.ones(3))  # "log the loss", in one branch only
+            dist.all_reduce(torch.ones(3))  # "average the loss for the log", in one branch only
         dist.broadcast(torch.ones(1000), src=0)
         print("went on")
     except RuntimeError as error:
@@ -62,7 +68,9 @@ def differs(rank: int) -> None:
 
 if __name__ == "__main__":
     accident = {"dies": dies, "lags": lags, "differs": differs}[sys.argv[1]]
-    own_rank, _, _ = connect(timeout=30)
+    own_rank, world_size, _ = connect(timeout=30)
+    if world_size != 2:
+        raise SystemExit(f"The accidents are staged for 2 processes, not for {world_size}.")
     accident(own_rank)
     time.sleep(1)  # leave together: a process that leaves first looks like one that died
     dist.destroy_process_group()

@@ -1,69 +1,120 @@
-"""One description of a job on several machines: the command of each, and the script for SLURM."""
+"""A job on several machines: the command for each of them, the script for SLURM, and stand-ins to try both on one."""
 
+import json
 import os
 import re
 import subprocess
 import sys
-from dataclasses import dataclass
+import tempfile
+import time
+from pathlib import Path
+
+# A node that says nothing for eight seconds is taken for dead, and the others wait twelve for a new one.
+IMPATIENT = "keep_alive_interval=1,keep_alive_max_attempt=8,last_call_timeout=12"
 
 
-@dataclass(frozen=True)
-class Job:
-    """`nodes` machines with `processes` each, one a GPU; `endpoint` is where they meet, 'host:port'."""
+def torchrun(
+    script: str, *arguments: str, nodes: str, processes: int, endpoint: str, job: str, restarts: int
+) -> list[str]:
+    """What to run on every node, the same on each: they meet at the endpoint, and agree on ranks there.
 
-    script: str
-    nodes: int
-    processes: int
-    endpoint: str
-    arguments: tuple[str, ...] = ()
-    max_restarts: int = 0
+    `nodes` is a number, or a range such as '1:2'; `endpoint` is 'host:port' of one of them; `job` is any name that
+    this run alone has.
+    """
+    return [
+        f"--nnodes={nodes}",
+        f"--nproc-per-node={processes}",
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint={endpoint}",
+        f"--rdzv-id={job}",
+        f"--max-restarts={restarts}",
+        script,
+        *arguments,
+    ]
 
-    @property
-    def world_size(self) -> int:
-        return self.nodes * self.processes
 
-    def torchrun(self) -> list[str]:
-        """What to run on every node, the same on each: they agree on ranks when they meet."""
-        return [
-            f"--nnodes={self.nodes}",
-            f"--nproc-per-node={self.processes}",
-            "--rdzv-backend=c10d",
-            f"--rdzv-endpoint={self.endpoint}",
-            "--rdzv-id=lesson",
-            f"--max-restarts={self.max_restarts}",
-            self.script,
-            *self.arguments,
-        ]
-
-    def slurm(self, hours: int, cores: int) -> str:
-        """A batch script: one task a node, which is torchrun; it starts the processes."""
-        port = self.endpoint.rsplit(":", 1)[1]
-        lines = " \\\n    ".join(["srun torchrun", *self.torchrun()])
-        lines = lines.replace(self.endpoint, f'"$head:{port}"')
-        return f"""#!/bin/bash
-#SBATCH --nodes={self.nodes}
-#SBATCH --ntasks-per-node=1
-#SBATCH --gpus-per-node={self.processes}
+def slurm(script: str, *, nodes: int, gpus: int, cores: int, hours: int) -> str:
+    """A batch script for a training that saves into the folder it is given, and stops when a file `stop` is there."""
+    meeting = {"endpoint": '"$head:$port"', "job": '"$SLURM_JOB_ID"'}
+    command = torchrun(script, '"$folder"', nodes=str(nodes), processes=gpus, restarts=2, **meeting)
+    lines = " \\\n    ".join(["srun torchrun", *command])
+    return f"""#!/bin/bash
+#SBATCH --nodes={nodes}
+#SBATCH --ntasks-per-node=1           # one torchrun on each node; it starts the processes
+#SBATCH --gpus-per-node={gpus}
 #SBATCH --cpus-per-task={cores}
 #SBATCH --time={hours:02}:00:00
+#SBATCH --requeue                     # if a node fails, the job goes back into the queue and keeps its id
+#SBATCH --open-mode=append            # one log for all its lives
+#SBATCH --signal=B:USR1@300           # five minutes before the end, SLURM sends USR1 to this script
 
+folder=checkpoints/$SLURM_JOB_ID
+mkdir -p "$folder"
+rm -f "$folder/stop"
+trap 'touch "$folder/stop"' USR1      # the training sees this file, saves, and ends
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-{lines}
+port=$((20000 + SLURM_JOB_ID % 20000))
+{lines} &
+job=$!
+wait "$job"; code=$?
+while [ $code -gt 128 ] && kill -0 "$job" 2> /dev/null; do wait "$job"; code=$?; done   # USR1 ends a wait
+if [ $code -eq 0 ] && [ -e "$folder/stop" ]; then scontrol requeue "$SLURM_JOB_ID"; fi
+exit $code
 """
 
 
-def play_node(job: Job, seconds: float) -> str:
-    """Be one of the nodes: run torchrun, as you would in a terminal there, and return what its processes printed."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--local-addr=127.0.0.1", *job.torchrun()]
+def play_slurm(script: str, lives: int) -> list[dict]:
+    """Run a batch script as SLURM does, a life after the other under one job id; srun and scontrol are stand-ins.
+
+    In every life but the last the time runs out: the script gets USR1. Returns, for each life, the command that srun
+    got and what was asked of scontrol afterwards. Needs bash.
+    """
+    srun = """#!/bin/bash
+printf '%s\\n' "$@" > srun.txt
+[ "$LAST" ] && exit 0
+kill -USR1 $PPID
+for i in $(seq 100); do [ -e checkpoints/$SLURM_JOB_ID/stop ] && exit 0; sleep 0.1; done
+exit 1
+"""
+    scontrol = '#!/bin/bash\nif [ "$1" = show ]; then echo node-a; echo node-b; else echo "$@" >> scontrol.txt; fi\n'
+    with tempfile.TemporaryDirectory() as name:
+        folder, found = Path(name), []
+        for program, text in {"srun": srun, "scontrol": scontrol}.items():
+            (folder / program).write_text(text)
+            (folder / program).chmod(0o755)
+        for life in range(lives):
+            environment = {**os.environ, "SLURM_JOB_ID": "4711", "SLURM_JOB_NODELIST": "node-[a-b]"}
+            environment |= {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}", "LAST": "1" * (life == lives - 1)}
+            asked = folder / "scontrol.txt"
+            asked.write_text("")
+            done = subprocess.run(
+                ["bash"], input=script, text=True, timeout=60, cwd=folder, env=environment, check=False
+            )
+            command = (folder / "srun.txt").read_text().split("\n")[:-1]
+            found.append({"code": done.returncode, "command": command, "asked": asked.read_text().strip()})
+    return found
+
+
+def play_node(node: int, endpoint: str, folder: str, seconds: float) -> dict:
+    """Be one of two nodes with one process each: run torchrun, as you would in a terminal there.
+
+    Node 0 hosts the meeting point. Node 1 dies after step 6, torchrun included. Returns what the processes printed.
+    """
+    arguments = [folder, "--machine-dies=6"] if node == 1 else [folder]
+    options = torchrun("resume.py", *arguments, nodes="1:2", processes=1, endpoint=endpoint, job="lesson", restarts=2)
+    conf = f"--rdzv-conf=is_host={'true' if node == 0 else 'false'},{IMPATIENT}"
+    command = [sys.executable, "-m", "torch.distributed.run", "--local-addr=127.0.0.1", conf, *options]
     # this process is itself one of a group, whose variables would mislead the new one
     foreign = re.compile(r"(GROUP_|LOCAL_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_|TORCHELASTIC_|ROLE_")
     environment = {name: value for name, value in os.environ.items() if not foreign.match(name)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=environment)
-    if done.returncode:
-        raise RuntimeError(f"torchrun ended with {done.returncode}:\n{done.stderr[-2000:]}")
-    return done.stdout
+    time.sleep(3 * (node == 0))  # so that node 1 is waiting when the meeting point opens
+    done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=environment, check=False)
+    if done.returncode and node == 0:
+        raise RuntimeError(f"torchrun ended with {done.returncode}:\n{done.stderr[-3000:]}")
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return {"node": node, "code": done.returncode, "lines": lines}
 
 
 if __name__ == "__main__":
-    endpoint, patience, program, *rest = sys.argv[1:]
-    print(play_node(Job(program, 2, 2, endpoint, tuple(rest)), float(patience)), end="")
+    meeting_point, checkpoints, patience = sys.argv[1:]
+    print(json.dumps(play_node(int(os.environ["RANK"]), meeting_point, checkpoints, float(patience))))

@@ -5,34 +5,35 @@ import sys
 from pathlib import Path
 
 import torch
-from finetuning import parse, reviews
+from finetune_common import parse, reviews
 from safetensors.torch import save_file
 from torch.utils.data import DataLoader, RandomSampler
 
-from speedlab import machine, models
+from speedlab import machine
+from speedlab.data import models
 
 
 def main(argv: list[str]) -> dict:
     args = parse(argv, __doc__)
     device = machine.device()
-    train_rows, test_rows, collate = reviews(args.rows)
+    train_rows, test_rows, collate = reviews(args)
     machine.seed_everything(args.seed)
     model = models.distilbert(pretrained=not args.random_init).to(device)
     order = torch.Generator()
     sampler = RandomSampler(train_rows, generator=order)
-    train_loader = DataLoader(train_rows, args.batch // args.accumulate, sampler=sampler, collate_fn=collate)
+    train_loader = DataLoader(train_rows, args.batch, sampler=sampler, collate_fn=collate)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
 
     losses, seen = [], 0
     model.train(args.dropout)
     for epoch in range(args.epochs):
         order.manual_seed(args.seed + epoch)
-        for micro, batch in enumerate(train_loader, start=1):
-            loss = model(**{name: value.to(device) for name, value in batch.items()}).loss
-            (loss / args.accumulate).backward()
-            if micro % args.accumulate == 0:
-                optimizer.step()
-                optimizer.zero_grad()
+        for batch in train_loader:
+            batch = {name: value.to(device) for name, value in batch.items()}
+            loss = model(**batch).loss
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
             losses.append(loss.detach())
             seen += len(batch["labels"])
 

@@ -1,53 +1,43 @@
 """Fine-tune DistilBERT on movie reviews, on as many processes as torchrun starts."""
 
-import contextlib
 import json
 import sys
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from finetuning import connect, leave, parse, reviews
+from finetune_common import connect, leave, parse, reviews
 from safetensors.torch import save_file
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
+from traffic import listen
 
-from speedlab import machine, models
-
-
-def count_and_average(sent: list[int], bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    sent.append(bucket.buffer().nbytes)
-    return allreduce_hook(None, bucket)  # what DDP does without a hook
+from speedlab import machine
+from speedlab.data import models
 
 
 def main(argv: list[str]) -> dict:
     args = parse(argv, __doc__)
     rank, world_size, device = connect()
-    train_rows, test_rows, collate = reviews(args.rows)
+    train_rows, test_rows, collate = reviews(args)
     machine.seed_everything(args.seed)
     model = models.distilbert(pretrained=not args.random_init).to(device)
     model = DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None)
-    sent = []  # the bytes of every all-reduce of gradients
-    model.register_comm_hook(sent, count_and_average)
     machine.seed_everything(args.seed + rank)  # from here on, every rank its own dropout
     sampler = DistributedSampler(train_rows, seed=args.seed)
-    own_batch = args.batch // args.accumulate // world_size
-    train_loader = DataLoader(train_rows, own_batch, sampler=sampler, collate_fn=collate)
+    train_loader = DataLoader(train_rows, args.batch // world_size, sampler=sampler, collate_fn=collate)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
 
     losses, seen = [], 0
     model.train(args.dropout)
     for epoch in range(args.epochs):
         sampler.set_epoch(epoch)
-        for micro, batch in enumerate(train_loader, start=1):
-            complete = micro % args.accumulate == 0
-            with contextlib.nullcontext() if complete else model.no_sync():
-                loss = model(**{name: value.to(device) for name, value in batch.items()}).loss
-                (loss / args.accumulate).backward()
-            if complete:
-                optimizer.step()
-                optimizer.zero_grad()
+        for batch in train_loader:
+            batch = {name: value.to(device) for name, value in batch.items()}
+            loss = model(**batch).loss
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
             losses.append(loss.detach())
             seen += len(batch["labels"])
 
@@ -66,10 +56,12 @@ def main(argv: list[str]) -> dict:
     own_losses = losses.tolist()
     dist.all_reduce(losses)
     losses /= world_size
-    own = {"own_losses": own_losses, "own_right": own_right, "sent": sent}
+    own = {"own_losses": own_losses, "own_right": own_right}
     return {"losses": losses.tolist(), "seen": seen, "right": right.tolist(), **own}
 
 
 if __name__ == "__main__":
-    print(json.dumps(main(sys.argv[1:])))
+    with listen() as messages:
+        report = main(sys.argv[1:])
+    print(json.dumps({**report, "messages": messages}))
     leave()

@@ -1,80 +1,100 @@
-"""Fine-tune DistilBERT with its state sharded over all processes, in fp32 and in bf16; write a sharded checkpoint."""
+"""Fine-tune DistilBERT with its state sharded over all processes, in fp32 and in bf16; export the whole model."""
 
-import contextlib
-import itertools
 import json
 import sys
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from finetuning import connect, leave, parse, reviews
-from torch.distributed.checkpoint.state_dict import get_state_dict
-from torch.distributed.device_mesh import init_device_mesh
+from finetune_common import connect, leave, parse, reviews
+from safetensors.torch import save_file
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor.debug import CommDebugMode
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
+from traffic import listen, peak_bytes
 
-from speedlab import count, machine, models
+from speedlab import compat, count, machine
+from speedlab.data import models
 
+FP32 = MixedPrecisionPolicy()
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
-def shard(model: torch.nn.Module, policy: MixedPrecisionPolicy, device: torch.device) -> torch.nn.Module:
-    """Each layer on its own, so that only one at a time is whole; then what is left: embeddings and head."""
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+def shard(model: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy = FP32) -> nn.Module:
+    """Each layer is a group of its own, whole only while it computes; embeddings and head are the last group."""
     for layer in model.distilbert.transformer.layer:
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     return fully_shard(model, mesh=mesh, mp_policy=policy)
 
 
-def train(args, device: torch.device, policy: MixedPrecisionPolicy, steps: int | None) -> dict:
+def build(args, mesh: DeviceMesh, policy: MixedPrecisionPolicy, device: torch.device) -> nn.Module:
+    """The sharded model with its pretrained weights, which rank 0 alone reads."""
+    with torch.device("meta"):
+        model = models.distilbert(pretrained=False)  # shapes and dtypes, no memory
+    shard(model, mesh, policy)
+    model.to_empty(device=device)  # memory for this rank's shards, with whatever was in it
     machine.seed_everything(args.seed)
-    model = models.distilbert(pretrained=not args.random_init).to(device)
-    shard(model, policy, device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)  # after sharding: its state is sharded as well
-    train_rows, _, collate = reviews(args.rows)
+    whole = models.distilbert(pretrained=not args.random_init).state_dict() if dist.get_rank() == 0 else {}
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, whole, options=options)
+    places = model.distilbert.embeddings.position_ids  # a buffer that no state dict holds
+    places.copy_(torch.arange(places.numel()).view_as(places))
+    return model
+
+
+def train(args, model: nn.Module, device: torch.device, max_steps: int) -> dict:
+    """Train as `finetune_ddp.py` does; also report the messages of one step, and what this rank holds."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)  # after sharding, so that its state is sharded too
+    train_rows, _, collate = reviews(args)
     sampler = DistributedSampler(train_rows, seed=args.seed)
     train_loader = DataLoader(train_rows, args.batch // dist.get_world_size(), sampler=sampler, collate_fn=collate)
 
-    def batches():
-        for epoch in range(args.epochs):
-            sampler.set_epoch(epoch)
-            yield from train_loader
-
-    losses, collectives = [], {}
-    model.train(args.dropout)
-    for step, batch in enumerate(itertools.islice(batches(), steps)):
+    def step(batch: dict) -> torch.Tensor:
         optimizer.zero_grad()
-        with CommDebugMode() if step == 1 else contextlib.nullcontext() as counter:
-            loss = model(**{name: value.to(device) for name, value in batch.items()}).loss
-            loss.backward()
-        if counter:
-            collectives = {str(name).split(".")[-1]: n for name, n in counter.get_comm_counts().items()}
+        loss = model(**{name: value.to(device) for name, value in batch.items()}).loss
+        loss.backward()
         optimizer.step()
-        losses.append(loss.detach())
-    state = count.state_bytes(model, optimizer)
+        return loss.detach()
+
+    losses = []
+    model.train(args.dropout)
+    for epoch in range(args.epochs):
+        sampler.set_epoch(epoch)
+        losses += [step(batch) for batch, _ in zip(train_loader, range(max_steps - len(losses)), strict=False)]
     losses = torch.stack(losses)
     dist.all_reduce(losses)
-    norm = torch.nn.utils.get_total_norm(model.parameters()).full_tensor().item()
-    if args.save and policy is not BF16:
-        weights, moments = get_state_dict(model, optimizer)
-        dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=args.save)
-    return {
-        "losses": (losses / dist.get_world_size()).tolist(),
-        "collectives": collectives,
-        "state": {"parameters": state.parameters, "gradients": state.gradients, "optimizer": state.optimizer},
-        "dtypes": sorted({count.dtype_name(p.dtype) for p in model.parameters()}),
-        "norm": norm,
-    }
+    report = {"losses": (losses / dist.get_world_size()).tolist()}
+    if args.save:
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        whole = get_model_state_dict(model, options=options)  # on rank 0; the others get nothing
+        if dist.get_rank() == 0:
+            save_file(whole, Path(args.save, "whole.safetensors"))
+    probe = {"input_ids": torch.ones(8, 32, dtype=torch.long), "labels": torch.zeros(8, dtype=torch.long)}
+    with listen() as report["messages"]:
+        step(probe)
+    state = count.state_bytes(model, optimizer)
+    report["state"] = {"parameters": state.parameters, "gradients": state.gradients, "optimizer": state.optimizer}
+    report["dtypes"] = sorted({count.dtype_name(p.dtype) for p in model.parameters()})
+    if not isinstance(model, DistributedDataParallel):
+        report["peak"] = peak_bytes(model, optimizer, lambda: step(probe))
+    return report
 
 
 def main(argv: list[str]) -> dict:
     args = parse(argv, __doc__)
-    _, _, device = connect()
-    report = {"fp32": train(args, device, MixedPrecisionPolicy(), None)}
-    with machine.half_products(device):
-        report["bf16"] = train(args, device, BF16, 5)
+    _, world_size, device = connect()
+    mesh = init_device_mesh(device.type, (world_size,))
+    report = {"fp32": train(args, build(args, mesh, FP32, device), device, 10**6)}
+    args.save = ""
+    with compat.half_products(device):
+        report["bf16"] = train(args, build(args, mesh, BF16, device), device, 5)
+    machine.seed_everything(args.seed)
+    plain = models.distilbert(pretrained=not args.random_init).to(device)
+    ddp = DistributedDataParallel(plain, device_ids=[device] if device.type == "cuda" else None)
+    report["ddp"] = train(args, ddp, device, 2)
     return report
 
 

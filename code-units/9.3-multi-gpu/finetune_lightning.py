@@ -8,10 +8,11 @@ import warnings
 
 import lightning as L
 import torch
-from finetuning import leave, parse, reviews
+from finetune_common import leave, parse, reviews
 from torch.utils.data import DataLoader
 
-from speedlab import machine, models
+from speedlab import machine
+from speedlab.data import models
 
 warnings.filterwarnings("ignore", module="lightning")  # advice on the number of workers
 for name in ("lightning", "lightning.pytorch", "lightning.fabric"):
@@ -39,17 +40,15 @@ class Classifier(L.LightningModule):
 def main(argv: list[str]) -> dict:
     args = parse(argv, __doc__)
     world_size = int(os.environ["WORLD_SIZE"])
-    train_rows, test_rows, collate = reviews(args.rows)
+    train_rows, test_rows, collate = reviews(args)
     L.seed_everything(args.seed, verbose=False)
     module = Classifier(models.distilbert(pretrained=not args.random_init), args.lr).train(args.dropout)
-    own_batch = args.batch // args.accumulate // world_size
-    train_loader = DataLoader(train_rows, own_batch, shuffle=True, collate_fn=collate)
+    train_loader = DataLoader(train_rows, args.batch // world_size, shuffle=True, collate_fn=collate)
     trainer = L.Trainer(
         strategy="ddp",
         accelerator=machine.device().type,
         devices=int(os.environ["LOCAL_WORLD_SIZE"]),
         num_nodes=world_size // int(os.environ["LOCAL_WORLD_SIZE"]),
-        accumulate_grad_batches=args.accumulate,
         max_epochs=args.epochs,
         logger=False,
         enable_checkpointing=False,

@@ -1,84 +1,125 @@
-"""A training that survives: it saves every four steps, and takes up the newest checkpoint that is whole."""
+"""A training that can be stopped at any moment and taken up again, on 1, 2, 3, 4, 6, 8, 12 or 24 processes."""
 
 import argparse
+import itertools
 import json
 import os
-import signal
 import sys
 from pathlib import Path
-from pickle import UnpicklingError
 
+import psutil
 import torch
 import torch.distributed as dist
-from finetuning import connect, leave
+import torch.distributed.checkpoint as dcp
+from finetune_common import connect, leave
+from resume_alone import BATCH, build, rows_to_learn
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader, DistributedSampler
 
 
-def save(folder: Path, step: int, state: dict) -> None:
-    """Write under another name first: a rename happens wholly or not at all."""
-    part = folder / f"step-{step:04}.part"
-    torch.save(state, part)
-    part.replace(folder / f"step-{step:04}.pt")
+def everything(model: nn.Module, optimizer, schedule, generator: torch.Generator, step: int) -> dict:
+    """All that changes in a training. Of sharded tensors this is the rank's part, of random states its own."""
+    weights, moments = get_state_dict(model, optimizer)
+    own = {str(dist.get_rank()): generator.get_state()}
+    return {
+        "model": weights,
+        "optimizer": moments,
+        "schedule": schedule.state_dict(),
+        "random": own,
+        "step": torch.tensor(step),  # and with it the place in the data
+    }
 
 
-def newest_whole(folder: Path) -> dict | None:
-    """The newest checkpoint that can be read; those that cannot are named."""
-    for path in sorted(folder.glob("step-*.pt"), reverse=True):
-        try:
-            state = torch.load(path, weights_only=True)
-        except (RuntimeError, EOFError, OSError, UnpicklingError):  # cut off here or there
-            print(f"{path.name} is not whole, looking for an older one")
-            continue
-        print(f"going on from {path.name}")
-        return state
-    return None
+def newest_complete(folder: Path) -> Path | None:
+    """The newest checkpoint that was written to its end: DCP renames `.metadata` into place as its last act."""
+    found = sorted(folder.glob("step-*"), reverse=True)
+    complete = [path for path in found if (path / ".metadata").exists()]
+    skipped = [path.name for path in found if not complete or path > complete[0]]
+    print(json.dumps({"skipped": skipped, "resumed": complete[0].name if complete else None}), flush=True)
+    return complete[0] if complete else None
 
 
-def main(argv: list[str]) -> dict:
+def restore(folder: Path, model: nn.Module, optimizer, schedule, generator: torch.Generator, device) -> int:
+    """Load the newest complete checkpoint into this rank's part of everything; return its step, or 0."""
+    choice = [newest_complete(folder) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(choice, device=device)  # one rank decides for all; only the name travels
+    if choice[0] is None:
+        return 0
+    state, own = everything(model, optimizer, schedule, generator, 0), str(dist.get_rank())
+    if f"random.{own}" not in dcp.FileSystemReader(choice[0]).read_metadata().state_dict_metadata:
+        state["random"] = {}  # fewer ranks wrote it: this one keeps its fresh random state
+    dcp.load(state, checkpoint_id=choice[0])  # reads into these tensors, wherever they live
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    schedule.load_state_dict(state["schedule"])
+    for saved in state["random"].values():
+        generator.set_state(saved)
+    return int(state["step"])
+
+
+class DiesWriting(dcp.FileSystemWriter):
+    """Leaves half of this rank's file, as a full disk or a killed process does."""
+
+    def write_data(self, plan, planner):
+        super().write_data(plan, planner).wait()
+        for file in Path(self.path).glob(f"__{dist.get_rank()}_*"):
+            os.truncate(file, file.stat().st_size // 2)
+        os._exit(9)
+
+
+def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--steps", type=int, default=14)
-    parser.add_argument("--die-writing", type=int, help="in the first attempt, die while writing at this step")
+    parser.add_argument("--every", type=int, default=4, help="save after so many steps")
+    parser.add_argument("--dropout", type=float, default=0.0)
+    parser.add_argument("--dies-saving", type=int, help="in the first attempt, rank 1 dies while saving this step")
+    parser.add_argument("--machine-dies", type=int, help="after this step, kill this rank and its launcher")
     args = parser.parse_args(argv)
-    rank, world_size, device = connect()
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 4)).to(device)
+    rank, world_size, device = connect(timeout=60)
+    if BATCH % world_size:
+        parser.error(f"a batch of {BATCH} has no {world_size} equal shares; take 1, 2, 3, 4, 6, 8, 12 or 24")
+    attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    model, rows = fully_shard(build(args.dropout).to(device)), rows_to_learn()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.95**step)
+    sampler = DistributedSampler(rows, seed=0)
+    # an iterator draws a seed when it is made: from its own generator, or a restart would shift the dropout's
+    loader = DataLoader(rows, BATCH // world_size, sampler=sampler, generator=torch.Generator())
+    generator = torch.cuda.default_generators[device.index] if device.type == "cuda" else torch.default_generator
+    generator.manual_seed(rank)  # every rank its own dropout
 
-    found = [newest_whole(args.folder) if rank == 0 else None]  # one rank decides, for all
-    dist.broadcast_object_list(found, device=device)
-    state = found[0] or {"step": 0, "losses": []}
-    if found[0]:
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-    ddp, losses = DistributedDataParallel(model), state["losses"]
-    for step in range(state["step"] + 1, args.steps + 1):
-        # the step decides about the batch, so that a resumed run reads what the first one would have
-        generator = torch.Generator().manual_seed(step)
-        inputs, labels = torch.randn(12, 16, generator=generator), torch.randint(4, (12,), generator=generator)
-        own = slice(rank * 12 // world_size, (rank + 1) * 12 // world_size)
-        loss = nn.functional.cross_entropy(ddp(inputs[own].to(device)), labels[own].to(device))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        dist.all_reduce(loss := loss.detach())
-        losses.append(loss.item() / world_size)
-        if step % 4 == 0 and rank == 0:
-            state = {"step": step, "losses": losses, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
-            save(args.folder, step, state)
-            if step == args.die_writing and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-                tear(args.folder / f"step-{step:04}.pt")
-    node, attempt = (int(os.environ[name]) for name in ("GROUP_RANK", "TORCHELASTIC_RESTART_COUNT"))
-    return {"rank": rank, "node": node, "attempt": attempt, "losses": losses}
-
-
-def tear(path: Path) -> None:
-    """Leave half of a checkpoint, as a full disk or a plain `torch.save` would, and die."""
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    os.kill(os.getpid(), signal.SIGTERM if sys.platform == "win32" else signal.SIGKILL)
+    step, stop = restore(args.folder, model, optimizer, schedule, generator, device), False
+    while step < args.steps and not stop:
+        epoch, done = divmod(step, len(loader))
+        sampler.set_epoch(epoch)
+        for inputs, labels in itertools.islice(loader, done, None):  # passes over what this epoch has seen
+            loss = nn.functional.cross_entropy(model(inputs.to(device)), labels.to(device))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+            step += 1
+            asked = float(rank == 0 and (args.folder / "stop").exists())
+            total = torch.stack([loss.detach(), loss.new_tensor(asked)])
+            dist.all_reduce(total)  # the loss, and whether somebody asks us to stop: all ranks must agree
+            stop = total[1].item() > 0
+            if rank == 0:
+                loss = total[0].item() / world_size
+                print(json.dumps({"attempt": attempt, "ranks": world_size, "step": step, "loss": loss}), flush=True)
+            if step == args.machine_dies and attempt == 0:
+                psutil.Process().parent().kill()
+                os._exit(9)
+            if step % args.every == 0 or stop or step == args.steps:
+                place = args.folder / f"step-{step:04}"
+                dies = step == args.dies_saving and rank == 1 and attempt == 0
+                writer = DiesWriting(place) if dies else dcp.FileSystemWriter(place)
+                dcp.save(everything(model, optimizer, schedule, generator, step), storage_writer=writer)
+            if stop or step == args.steps:
+                break
 
 
 if __name__ == "__main__":
-    sys.stdout.write(json.dumps(main(sys.argv[1:])) + "\n")  # one write: the ranks of a node share their output
+    main(sys.argv[1:])
     leave()

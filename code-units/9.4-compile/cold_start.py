@@ -1,10 +1,11 @@
 """Compile one training step in a process of its own, and print what that cost as one line of JSON.
 
-The step is a GELU written out by hand, forward and backward. Notebook 1 and benchmarks/compile.py call `run`, which
-starts this file as a process: python cold_start.py SECONDS. Run twice with the same cache folder, the second process
-finds the kernels of the first one.
+The step is a GELU written out by hand, forward and backward. Notebooks 1 and 4 and benchmarks/compile.py call `run`,
+which starts this file as a process. Run twice with the same cache folder, the second process finds the kernels of the
+first one. It can also save what it compiled to a file, or begin by loading such a file.
 """
 
+import argparse
 import json
 import math
 import os
@@ -28,17 +29,20 @@ def elements() -> int:
     return 2**26 if machine.device().type == "cuda" else 2**21
 
 
-def run(cache: str | Path, seconds: float = 2.0, timeout: float = 110.0) -> dict[str, float]:
-    """Start a process with this cache folder and return its `first_s` and the medians `eager_s` and `compiled_s`.
+def run(
+    cache: str | Path, seconds: float = 2.0, timeout: float = 110.0, *, options: tuple = (), **environment: str
+) -> dict[str, float]:
+    """Start a process with this cache folder and return what it measured: see `measure_here`.
 
-    `first_s` is what the first compiled step took beyond a usual one; `seconds` is the budget for timing usual ones.
-    RuntimeError in a sentence where the process fails or takes longer than `timeout`.
+    `seconds` is the budget for timing usual steps; `options` are arguments of this file, such as ("--save", file);
+    `environment` is added to the process's own. RuntimeError in a sentence where the process fails or takes longer
+    than `timeout`.
     """
     places = {"TORCHINDUCTOR_CACHE_DIR": str(cache), "TRITON_CACHE_DIR": str(Path(cache, "triton"))}
-    environment = {**os.environ, **places, "TORCHINDUCTOR_COMPILE_THREADS": "1", "TQDM_DISABLE": "1"}
-    asked = [sys.executable, str(Path(__file__).resolve()), str(seconds)]
+    given = {**os.environ, **places, "TORCHINDUCTOR_COMPILE_THREADS": "1", "TQDM_DISABLE": "1", **environment}
+    asked = [sys.executable, str(Path(__file__).resolve()), str(seconds), *map(str, options)]
     try:
-        answer = subprocess.run(asked, env=environment, capture_output=True, text=True, timeout=timeout)
+        answer = subprocess.run(asked, env=given, capture_output=True, text=True, timeout=timeout)
     except subprocess.TimeoutExpired as error:
         raise RuntimeError(f"Compiling one small step had not ended after {timeout:g} s, and was stopped.") from error
     if answer.returncode:
@@ -48,20 +52,52 @@ def run(cache: str | Path, seconds: float = 2.0, timeout: float = 110.0) -> dict
 
 
 def measure_here(seconds: float) -> dict[str, float]:
-    """Compile and time the step in this process."""
+    """Compile and time the step in this process.
+
+    `first_s` is what the first compiled step took beyond a usual one, `eager_s` and `compiled_s` are the medians of
+    usual ones; `cached` of the graphs were found in the cache, `made` kernels were compiled.
+    """
+    from torch._dynamo.utils import counters
+
     device = machine.device()
     compiled = torch.compile(gelu)
     x = torch.randn(elements(), device=device, requires_grad=True)
     upstream = torch.randn(elements(), device=device)
     clock = machine.synchronised_clock(device)
+    there = _kernels()
     begin = clock()
     compiled(x).backward(upstream)
     first = clock() - begin
+    made = len(_kernels() - there)
     steps = {"eager": lambda: gelu(x).backward(upstream), "compiled": lambda: compiled(x).backward(upstream)}
     timings = measure.compare(steps, seconds=seconds).timings
     found = {f"{name}_s": timing.median for name, timing in timings.items()}
-    return {"first_s": first - found["compiled_s"], **found}
+    cached = counters["inductor"]["fxgraph_cache_hit"]
+    return {"first_s": first - found["compiled_s"], **found, "cached": cached, "made": made}
+
+
+def _kernels() -> set[Path]:
+    """The compiled kernels in the cache: libraries of C++ kernels, and Triton's binaries."""
+    files = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).rglob("*")
+    return {
+        f for f in files if f.suffix == ".cubin" or (".main." in f.name and f.suffix in (".so", ".dylib", ".pyd"))
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("seconds", type=float, help="budget for timing usual steps")
+    parser.add_argument("--save", type=Path, help="write torch.compiler's cache artifacts to this file at the end")
+    parser.add_argument("--load", type=Path, help="read such a file before anything is compiled")
+    options = parser.parse_args()
+    if options.load:
+        torch.compiler.load_cache_artifacts(options.load.read_bytes())
+    found = measure_here(options.seconds)
+    if options.save:
+        artifacts, _ = torch.compiler.save_cache_artifacts()
+        options.save.write_bytes(artifacts)
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":
-    print(json.dumps(measure_here(float(sys.argv[1]))))
+    main()

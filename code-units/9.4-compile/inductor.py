@@ -1,4 +1,4 @@
-"""Read what Inductor decides about a graph, without a compiler: its kernels, the bytes they move, their text.
+"""What torch.compile decides, read without a compiler: Dynamo's graphs, Inductor's kernels, their bytes and text.
 
 Inductor works in two halves: Python that schedules and writes the kernels, and a C++ or Triton compiler that
 translates them. `plans` runs the first half and stops before the second: it counts the same on every machine.
@@ -12,12 +12,30 @@ from types import SimpleNamespace
 from unittest import mock
 
 import torch
-from torch._functorch import config as autograd_config
-from torch._inductor import config, cpp_builder
-from torch._inductor.exc import InvalidCxxCompiler
-from torch._inductor.graph import GraphLowering
 
+from speedlab import compat, machine
+from speedlab.display import QUOTED, Table, emit
+
+compat.compile_cache()  # the next line fails where that folder cannot be made
+from torch._functorch import config as autograd_config  # noqa: E402
+from torch._inductor import config, cpp_builder  # noqa: E402
+from torch._inductor.exc import InvalidCxxCompiler  # noqa: E402
+from torch._inductor.graph import GraphLowering  # noqa: E402
+
+config.compile_threads = 1  # a pool of compiling processes would outlive the lesson
 _KERNEL = re.compile(r"(?m)^\s+(?:cpp_fused\w*\(|triton_\w+\.run\()")
+_CAST = re.compile(r"static_cast<\w+>\((-?[\w.]+?)L?\)")  # of a name or a number
+_REMARKS = {
+    "#pragma omp parallel": "shared among the cores",
+    "@triton": "many copies of this run at once",
+    "for(": "one loop for all four lines",
+    "in_ptr0 +": "READ x, once",
+    "in_ptr0[": "READ x, once",
+    "out_ptr0 +": "WRITE the result, once",
+    "out_ptr0[": "WRITE the result, once",
+    "max": "relu",
+    "clamp_min": "relu",
+}
 _LIBRARY = re.compile(r"(?m)\b(?:extern_kernels\.\w+|torch\.ops\.\w+\.\w+\.\w+)\(")
 
 
@@ -80,3 +98,48 @@ def plans(work: Callable[[], object]) -> list[Plan]:
     finally:
         torch.compiler.reset()
     return found
+
+
+def tools() -> Table:
+    """Where compiled kernels are kept here, and which compiler makes them."""
+    compiler = compat.compiler() or compat.NO_COMPILER
+    rows = (("folder for compiled kernels", compat.compile_cache()), ("compiler for kernels", compiler))
+    return Table(("torch.compile", "found"), rows, stamp=True)
+
+
+class Recorder:
+    """A backend that compiles nothing: it keeps each graph that it is handed, and counts the calls that run one."""
+
+    def __init__(self):
+        self.graphs: list[torch.fx.GraphModule] = []
+        self.calls = 0
+
+    def __call__(self, graph: torch.fx.GraphModule, example_inputs: list[torch.Tensor]) -> Callable:
+        self.graphs.append(graph)
+
+        def run(*args):
+            self.calls += 1
+            device = machine.device()
+            # bf16 without hardware for it would take minutes
+            half = torch.is_autocast_enabled(device.type)
+            with compat.half_products(device) if half else contextlib.nullcontext():
+                return graph(*args)
+
+        return run
+
+    def __deepcopy__(self, memo: dict) -> "Recorder":
+        return self  # Lightning copies the arguments of torch.compile
+
+
+def operations(graphs: list[torch.fx.GraphModule]) -> int:
+    """The operations that a compiler has to work through in these graphs, each nested region counted once."""
+    parts = (part for graph in graphs for part in graph.modules() if isinstance(part, torch.fx.GraphModule))
+    return sum(node.op.startswith("call") for part in parts for node in part.graph.nodes)
+
+
+def show_kernel(plan: Plan) -> None:
+    """Show a plan's first kernel with remarks, casts left out. It is quoted: its text differs between machines."""
+    lines = [line for line in _CAST.sub(r"\1", plan.kernel_text()).splitlines() if "integer_div_error" not in line]
+    notes = [next((f"   <-- {note}" for key, note in _REMARKS.items() if key in line), "") for line in lines]
+    shown = "\n".join(map("".join, zip(lines, notes, strict=True)))
+    emit(f"[quoted] the kernel, with remarks: \n{shown}", QUOTED, {"label": "the kernel", "always": "tmp0"})

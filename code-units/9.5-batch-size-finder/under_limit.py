@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import psutil
 import torch
 
-from speedlab import models
+from speedlab.data import models
 
 # What is small (Python's own objects, above all) comes from one heap with room to spare; what is large is taken from
 # the system and goes back at once. So a limit is met by tensors, where torch can tell of it in its own words.

@@ -38,7 +38,7 @@ class Prefetcher:
         self.started = context.Value("i", 0)
         self._seconds, self._slots, self._ready = seconds, context.Semaphore(depth), queue.SimpleQueue()
         job = (sender, self._slots, self.started, make, arguments)
-        self.process = context.Process(target=_produce, args=job, daemon=True)
+        self.process = context.Process(target=produce, args=job, daemon=True)
         self.process.start()
         sender.close()  # only the child holds it from here on, so that its death is the end of the pipe
         threading.Thread(target=self._receive, args=(receiver,), daemon=True).start()
@@ -77,7 +77,7 @@ class Prefetcher:
         self.close()
 
 
-def _produce(sender, slots, started, make: Callable[..., Iterator], arguments: tuple) -> None:
+def produce(sender, slots, started, make: Callable[..., Iterator], arguments: tuple) -> None:
     """What the child does: wait for room, make a batch, send it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the trainer, which then closes us
     parent = multiprocessing.parent_process()

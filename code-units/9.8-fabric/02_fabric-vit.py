@@ -1,7 +1,6 @@
 """Fine-tune a vision transformer with Fabric: 01 with what Fabric needs to take over."""
 
 import argparse
-import contextlib
 import json
 import sys
 
@@ -10,7 +9,8 @@ from lightning.fabric import Fabric
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Subset
 
-from speedlab import count, data, machine, models
+from speedlab import compat, count, data, machine
+from speedlab.data import models
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -86,5 +86,5 @@ def main(argv: list[str]) -> dict:
 
 if __name__ == "__main__":
     # where a CPU has no 16-bit hardware, 16-bit products are computed in fp32 and rounded: the same numbers, in time
-    with contextlib.nullcontext() if machine.is_fast("bf16") else machine.half_products():
+    with compat.half_products(machine.device()):
         main(sys.argv[1:])

@@ -146,7 +146,7 @@ def _same(a: object, b: object) -> bool:
     return type(a) is type(b) and a == b
 
 
-@check("Task 1, put everything back")
+@check("Task 1, put everything back", seconds=300)
 def remember(answer: Callable[[Training], Callable[[], None]]) -> None:
     with torch.random.fork_rng(devices=[]):
         for steps in (3, 0):
@@ -220,7 +220,7 @@ def devices() -> dict[str, Case]:
     }
 
 
-@check("Task 2, the finder")
+@check("Task 2, the finder", seconds=300)
 def find_batch_size(answer: Callable[[Device, int], int | None]) -> None:
     with torch.random.fork_rng(devices=[]):
         for name, case in devices().items():
@@ -306,7 +306,7 @@ def _rate(
     return full if update >= warmup else base_rate + (full - base_rate) * update / warmup
 
 
-@check("Task 3, the learning rate that goes with it")
+@check("Task 3, the learning rate that goes with it", seconds=300)
 def learning_rate(answer: Rate) -> None:
     for rule in RULES:
         for base_rate, base_batch, per_device, devices in ((0.1, 32, 128, 1), (0.1, 256, 32, 64), (3e-4, 64, 16, 1)):
@@ -350,7 +350,7 @@ CURVES = {
 _CAUSE = dict(zip(CURVES, CAUSES, strict=True))
 
 
-@check("Task 4, three curves")
+@check("Task 4, three curves", seconds=300)
 def read_curves(answer: Callable[[], dict[str, tuple[int, int, str]]]) -> None:
     given = answer()
     expect(isinstance(given, dict) and given.keys() == CURVES.keys(), "Return a dict with the keys A, B and C.")

@@ -167,7 +167,7 @@ CHAINS: dict[str, tuple[list[Step], dict[str, tuple[int, ...]], set[str]]] = {
 }
 
 
-@check("Task 1, bytes of a fused chain")
+@check("Task 1, bytes of a fused chain", seconds=300)
 def moved(answer: Callable[[list[Step], dict[str, int], set[str]], tuple[int, int]]) -> None:
     for name, (chain, shapes, kept) in CHAINS.items():
         elements = {key: math.prod(shape) for key, shape in shapes.items()}
@@ -220,7 +220,7 @@ def _why_not_fused(got: float, wanted: int, chain: list[Step], elements: dict[st
 # --- Task 2 ---------------------------------------------------------------------------------------------------------
 
 
-@check("Task 2, break-even")
+@check("Task 2, break-even", seconds=300)
 def break_even(answer: Callable[[float, float, float], int | None]) -> None:
     # binary fractions: every sum below is exact
     cases = list(itertools.product((48.0, 7.5, 0.25), (0.5, 0.125), (0.375, 0.0625)))
@@ -332,7 +332,7 @@ def _scorer_cases() -> Iterator[tuple[str, Scorer, torch.Tensor]]:
         yield name, model, x
 
 
-@check("Task 3, five graph breaks")
+@check("Task 3, five graph breaks", seconds=300)
 def mended(answer: Callable[[Scorer, torch.Tensor], torch.Tensor]) -> None:
     for name, model, x in _scorer_cases():
         with contextlib.redirect_stdout(io.StringIO()):
@@ -429,7 +429,7 @@ def stream(seed: int, batch_size: int = 8) -> list[list[list[int]]]:
 _ROOM = 1.7
 
 
-@check("Task 4, one stream, two compilations")
+@check("Task 4, one stream, two compilations", seconds=300)
 def prepare(answer: Callable[[list[list[int]], int], tuple[torch.Tensor, torch.Tensor]]) -> None:
     for seed in range(4):
         batches = stream(seed)
@@ -543,7 +543,7 @@ def wrapped_nets() -> dict[str, nn.Module]:
     }
 
 
-@check("Task 5, names that last")
+@check("Task 5, names that last", seconds=300)
 def plain_names(answer: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> None:
     for name, net in wrapped_nets().items():
         state = net.state_dict()
@@ -597,7 +597,7 @@ _REASONS = {
 }
 
 
-@check("Task 6, four jobs")
+@check("Task 6, four jobs", seconds=300)
 def jobs(answer: Callable[[], dict[str, str]]) -> None:
     got = answer()
     expect(isinstance(got, dict), f"Return a dictionary, not {type(got).__name__}.")

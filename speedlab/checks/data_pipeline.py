@@ -24,7 +24,7 @@ _LIMIT = 30.0
 # --- Task 1 ---------------------------------------------------------------------------------------------------------
 
 
-@check("Task 1, a forecast from two measurements")
+@check("Task 1, a forecast from two measurements", seconds=300)
 def forecast(answer: Callable[[float, float, int], tuple[float, float]]) -> None:
     for load, step, workers in itertools.product((0.01, 0.06, 0.5), (0.02, 0.1), (0, 1, 2, 4, 8)):
         got = answer(load, step, workers)
@@ -84,7 +84,7 @@ def planted_loops() -> dict[str, Trace]:
     return {"A": trace("hiccups", 7), "B": trace("loader", 11), "C": trace("start", 5)}
 
 
-@check("Task 2, what a recording says")
+@check("Task 2, what a recording says", seconds=300)
 def diagnose(answer: Callable[[Trace], str]) -> None:
     reasons = {
         "model": "less than a tenth of the time is waiting",
@@ -98,7 +98,7 @@ def diagnose(answer: Callable[[Trace], str]) -> None:
         expect(got == kind, f"In one of the recordings {reasons[kind]}, so it is {kind!r}; you say {got!r}.")
 
 
-@check("Task 2, three slow loops and their remedies")
+@check("Task 2, three slow loops and their remedies", seconds=300)
 def remedies(answer: Callable[[], dict[str, str]]) -> None:
     wanted = {"A": "a larger prefetch_factor", "B": "more workers", "C": "persistent_workers=True"}
     why = {
@@ -134,7 +134,7 @@ def positions(batches: list[list[int]], lengths: list[int]) -> int:
     return sum(len(batch) * max(lengths[i] for i in batch) for batch in batches)
 
 
-@check("Task 3, batches of similar length")
+@check("Task 3, batches of similar length", seconds=300)
 def bucket_batches(answer: Callable[[list[int], int, torch.Generator], list[list[int]]]) -> None:
     expect(answer([], 1000, _generator(0)) == [], "No texts, no batches: return an empty list for an empty shard.")
     for kind, count, budget in (("long tail", 3000, 4000), ("even", 1501, 4000), ("two lengths", 1000, 2000)):
@@ -278,7 +278,7 @@ def _run(answer: Callable, stage: _Stage) -> BaseException | None:
     return raised[0] if raised else None
 
 
-@check("Task 4, a loop that overlaps")
+@check("Task 4, a loop that overlaps", seconds=300)
 def train_overlapped(answer: Callable) -> None:
     for count, depth in ((8, 1), (12, 3), (1, 2), (0, 2)):
         stage = _Stage(count, depth)

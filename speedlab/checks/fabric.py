@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from speedlab import count, machine
+from speedlab import compat, count
 from speedlab.checks import NotYetError, check, expect
 
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -128,7 +128,7 @@ def _plain(model: nn.Module, optimizer: torch.optim.Optimizer, loader: DataLoade
     return losses
 
 
-@check("Task 1, the conversion")
+@check("Task 1, the conversion", seconds=300)
 def train(answer: Callable[..., list[float]]) -> None:
     for task in (_MLP, _CNN):
         losses, model, fabric = _trained(answer, task, "32-true")
@@ -175,7 +175,7 @@ _MISSING = {
 def _trained(answer: Callable, task: _Task, precision: str) -> tuple[list[float], nn.Module, _Watched]:
     fabric = _Watched(precision=precision)
     model, optimizer, batches = task.parts()
-    with machine.half_products(), _quiet():
+    with compat.half_products(), _quiet():
         return answer(fabric, model, optimizer, _loader(batches)), model, fabric
 
 
@@ -195,7 +195,7 @@ def _why_not_equal(number: int, fabric: _Watched) -> str:
 # --- Task 2 ---------------------------------------------------------------------------------------------------------
 
 
-@check("Task 2, one word of precision")
+@check("Task 2, one word of precision", seconds=300)
 def mixed_fabric(answer: Callable[[], Fabric]) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -203,7 +203,7 @@ def mixed_fabric(answer: Callable[[], Fabric]) -> None:
     expect(isinstance(fabric, Fabric), f"Return a Fabric object, not {type(fabric).__name__}.")
     turned = any("AMP with fp16" in str(warning.message) for warning in caught)
     expect(not turned, "You asked for 16-mixed; on a CPU Fabric turns that into bf16-mixed. Ask for what you mean.")
-    with machine.half_products(), _quiet():
+    with compat.half_products(), _quiet():
         before = _kept(Fabric(accelerator=fabric.device.type, devices=1))
         kept = _kept(fabric)
     dtypes, product, size = kept
@@ -242,7 +242,7 @@ _SGD = {"lr": 0.5}
 _GROUPS = [((8, 8, 8, 8), 2), ((8, 8, 8, 8, 8), 2), ((8, 8, 8, 3), 4), ((6,), 4), ((8, 8, 8), 1)]
 
 
-@check("Task 3, accumulation")
+@check("Task 3, accumulation", seconds=300)
 def accumulate(answer: Callable[..., object]) -> None:
     for sizes, steps in _GROUPS:
         task = _Task("an MLP with SGD", _mlp, torch.optim.SGD, sizes=sizes, options=_SGD)
@@ -325,7 +325,7 @@ def _why_not_accumulated(model, task: _Task, batches: list[Batch], steps: int, d
 # --- Task 4 ---------------------------------------------------------------------------------------------------------
 
 
-@check("Task 4, clipping")
+@check("Task 4, clipping", seconds=300)
 def clipped_step(answer: Callable[..., float]) -> None:
     for sizes, max_norm in (((8, 8), 0.05), ((8, 8, 8), 0.2), ((8,), 100.0)):
         task = _Task("an MLP with SGD", _mlp, torch.optim.SGD, sizes=sizes, options=_SGD)
@@ -363,7 +363,7 @@ def _scaled(answer: Callable[..., float]) -> Iterator[tuple[float, float, float,
     task = _Task("an MLP with SGD", _mlp, torch.optim.SGD, sizes=(8, 8), options=_SGD)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     got, fabric, batches = _set_up(task, plugins=MixedPrecision("16-mixed", "cpu", scaler=scaler))
-    with machine.half_products(), _quiet():
+    with compat.half_products(), _quiet():
         norm = float(answer(fabric, got[0], got[1], copy.deepcopy(batches), 0.05))
     wanted, (right,) = _stepped(task, [batches], max_norm=0.05)
     yield right, norm, _gap(got[0], wanted), fabric.calls

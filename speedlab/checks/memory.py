@@ -37,7 +37,7 @@ class Block(nn.Module):
 # --- Task 1 ---------------------------------------------------------------------------------------------------------
 
 
-@check("Task 1, what the scheduler counts")
+@check("Task 1, what the scheduler counts", seconds=300)
 def optimizer_steps(answer: Callable[[int, int, int, int], int]) -> None:
     for samples, micro_batch, accumulate_steps, epochs in (
         (64, 8, 4, 1),
@@ -128,7 +128,7 @@ class _Recorder(torch.optim.SGD):
         return super().step(closure)
 
 
-@check("Task 2, accumulation over ragged lengths")
+@check("Task 2, accumulation over ragged lengths", seconds=300)
 def train_epoch(answer: Callable[[nn.Module, torch.optim.Optimizer, list[MicroBatch], int], int]) -> None:
     empty = ragged([[5, 2], [0, 0], [8, 3]], seed=1)
     cases = [
@@ -289,7 +289,7 @@ def counted(blocks: int, batch: int, tokens: int, width: int, accumulate_steps: 
     return count.saved_bytes(lambda: _run(model, x, range(blocks) if checkpointing else ()), model).bytes
 
 
-@check("Task 3, four configurations")
+@check("Task 3, four configurations", seconds=300)
 def kept_bytes(answer: Callable[..., int]) -> None:
     for setup in CONFIGURATIONS:
         got, wanted = answer(**setup), counted(**setup)
@@ -336,7 +336,7 @@ def _run(blocks: Sequence[nn.Module], x: torch.Tensor, chosen: Collection[int]) 
     return x
 
 
-@check("Task 4, checkpoints where you want them")
+@check("Task 4, checkpoints where you want them", seconds=300)
 def run_blocks(answer: Callable[[nn.Sequential, torch.Tensor, Collection[int]], torch.Tensor]) -> None:
     for chosen, training in (((), True), ((0, 1, 2, 3), True), ((1, 3), True), ((2,), True), ((0, 1, 2, 3), False)):
         torch.manual_seed(0)
@@ -423,7 +423,7 @@ def kept_with(blocks: nn.Sequential, x: torch.Tensor, chosen: Collection[int]) -
     return count.saved_bytes(lambda: _run(blocks, x, chosen), blocks).bytes
 
 
-@check("Task 5, the fewest FLOPs under a budget")
+@check("Task 5, the fewest FLOPs under a budget", seconds=300)
 def choose(answer: Callable[[Costs, int], Collection[int] | None]) -> None:
     for wides, shares in (
         ((4, 4, 4, 4), (1.0, 0.7, 0.4)),

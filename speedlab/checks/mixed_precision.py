@@ -1,6 +1,7 @@
 """The checks of exercise 1, mixed precision: number formats, a training step, saved bytes, divergence, scaling."""
 
 import copy
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator
@@ -9,10 +10,24 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from speedlab import count, machine
-from speedlab.checks import NotYetError, check, expect
+from speedlab import compat, count
+from speedlab.checks.core import (
+    apart,
+    ask,
+    check,
+    choices,
+    close,
+    diagnose,
+    expect,
+    fail,
+    number,
+    sequence,
+    where,
+    whole,
+)
 from speedlab.count import dtype_name
 
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -26,28 +41,29 @@ SETTINGS = {
 }
 
 
-def _as_number(value: object, what: str) -> float:
-    expect(value is not None, f"{what} came back as None. Does your function return its result?")
-    expect(
-        isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.numel() == 1),
-        f"{what} must be a number, not {type(value).__name__}.",
-    )
-    return float(value)
-
-
 # --- Task 1 ---------------------------------------------------------------------------------------------------------
+
+_WEIGHTS = (1.0, 3.0, 0.75, 100.0, 0.1, -5.0, 0.3, -0.02, 6.5, 1000.0, 0.0007, -2.0, 48.0)
 
 
 @check("Task 1, the gap between two numbers")
 def gap(answer: Callable[[float, torch.dtype], float]) -> None:
-    for dtype, weight in itertools.product((FP16, BF16, FP32), (1.0, 3.0, 0.75, 100.0, 0.1, -5.0)):
-        got = _as_number(answer(weight, dtype), f"The gap at {weight:g} in {dtype_name(dtype)}")
-        wanted = _gap(weight, dtype)
-        if not math.isclose(got, wanted, rel_tol=1e-6):
-            raise NotYetError(
-                f"At {weight:g} in {dtype_name(dtype)} the next number is {wanted:.4g} away; you return {got:.4g}. "
-                + _why_not_the_gap(got, wanted, weight, dtype)
-            )
+    for dtype, weight in itertools.product((FP16, BF16, FP32), _WEIGHTS):
+        name, info, same = dtype_name(dtype), torch.finfo(dtype), functools.partial(close, relative=1e-6)
+        got, wanted = number(ask(answer, weight, dtype), f"The gap at {weight:g} in {name}"), _gap(weight, dtype)
+        if not same(got, wanted):
+            unrounded = _above(weight, dtype) - abs(weight)
+            hints = {
+                "A distance is not negative: work with abs(weight).": got < 0,
+                "`finfo.eps` is the gap from 1 to 2; it doubles at powers of two, and halves below 1.": info.eps,
+                "`finfo.tiny` says how close to zero the format reaches, not how fine it is here.": info.tiny,
+                "That is half: where an update gets lost. The task asks for the gap.": wanted / 2,
+                "That is twice the gap: take the power of two below the weight (`math.floor`).": 2 * wanted,
+                "The gap changes at powers of two only: round the weight down to one.": info.eps * abs(weight),
+                f"You measure from {weight:g} itself; measure from the number as {name} stores it.": unrounded,
+            }
+            why = diagnose(got, hints, "Multiply the power of two below the weight by the gap at 1.", same)
+            fail(f"Stored in {name}, {weight:g} has its next number {wanted:.4g} away; you return {got:.4g}. {why}")
 
 
 def _gap(weight: float, dtype: torch.dtype) -> float:
@@ -57,21 +73,10 @@ def _gap(weight: float, dtype: torch.dtype) -> float:
     return above.item() - here.item()
 
 
-def _why_not_the_gap(got: float, wanted: float, weight: float, dtype: torch.dtype) -> str:
-    info = torch.finfo(dtype)
-    if got < 0:
-        return "A distance is not negative: work with abs(weight)."
-    if got == info.eps:
-        return "`finfo.eps` is the gap from 1 up to 2 only; it doubles at every power of two, and halves below 1."
-    if got in (info.tiny, info.smallest_normal):
-        return "`finfo.tiny` says how close to zero the format reaches, not how finely it is spaced at this weight."
-    if math.isclose(got, wanted / 2, rel_tol=1e-6):
-        return "That is half of it: half the gap is where an update gets lost; the task asks for the gap."
-    if math.isclose(got, wanted * 2, rel_tol=1e-6):
-        return "That is twice the gap: go down to the power of two below the weight, not up (`math.floor`)."
-    if math.isclose(got, info.eps * abs(weight), rel_tol=1e-6):
-        return "The gap stays the same between two powers of two: round the weight down to one before you multiply."
-    return "Find the power of two below the weight, and multiply it by the gap at 1."
+def _above(weight: float, dtype: torch.dtype) -> float:
+    """The first number of the format above a weight's size, from the weight as Python holds it."""
+    stored = torch.tensor(abs(weight), dtype=dtype).item()
+    return stored if stored > abs(weight) else stored + _gap(weight, dtype)
 
 
 # --- Task 2 ---------------------------------------------------------------------------------------------------------
@@ -79,34 +84,25 @@ def _why_not_the_gap(got: float, wanted: float, weight: float, dtype: torch.dtyp
 
 @check("Task 2, what each setting means")
 def setting(answer: Callable[[str], tuple[torch.dtype, torch.dtype, bool]]) -> None:
-    for precision, (weights, products, scaled) in SETTINGS.items():
-        got = answer(precision)
-        expect(
-            isinstance(got, tuple) and len(got) == 3,
-            f"For {precision!r}, return three things: dtype of the weights, dtype of the products, scaler or not.",
-        )
-        mixed = precision.endswith("mixed")
-        expect(
-            got[0] == weights,
-            f"The weights of {precision!r} are not {_name(got[0])}. "
-            + (
-                "'mixed' keeps them in fp32, so that an update smaller than a 16-bit gap is not lost (task 1)."
-                if mixed
-                else "'true' means that everything, the weights too, is in the format that the number names."
-            ),
-        )
-        expect(
-            got[1] == products,
-            f"The matrix products of {precision!r} do not run in {_name(got[1])}. "
-            + (
-                "What comes before '-mixed' names the format that autocast gives to them; '16' stands for fp16."
-                if mixed
-                else "'true' means one format for everything."
-            ),
-        )
-        expect(bool(got[2]) == scaled, _SCALER_REASONS[precision])
+    for precision, (*dtypes, scaled) in SETTINGS.items():
+        *got, scaler = sequence(ask(answer, precision), f"What you return for {precision!r}", length=3)
+        kind = precision.split("-")[1]
+        for role, found, wanted in zip(("weights", "matrix products"), got, dtypes, strict=True):
+            named = f"give the dtype of the {role} as PyTorch names it, such as torch.float32"
+            expect(isinstance(found, torch.dtype), f"For {precision!r}, {named}, not {found!r}.")
+            here = f"The {role} of {precision!r} are not{' to run' * (role != 'weights')} in {dtype_name(found)}"
+            expect(found == wanted, f"{here}. {_DTYPE_REASONS[kind, role]}")
+        yes_or_no = f"For {precision!r}, say whether the loss is scaled: True or False, not {scaler!r}."
+        expect(type(scaler).__name__ in ("bool", "bool_"), yes_or_no)
+        expect(bool(scaler) == scaled, _SCALER_REASONS[precision])
 
 
+_DTYPE_REASONS = {
+    ("mixed", "weights"): "'mixed' keeps them in fp32: an update smaller than a 16-bit gap is not lost (task 1).",
+    ("true", "weights"): "'true' means that everything, the weights too, is in the format that the number names.",
+    ("mixed", "matrix products"): "What precedes '-mixed' is the format that autocast gives them; '16' is fp16.",
+    ("true", "matrix products"): "'true' means one format for everything.",
+}
 _SCALER_REASONS = {
     "32-true": "'32-true' needs no scaler: gradients reach down to 1e-38 before they underflow.",
     "64-true": "'64-true' needs no scaler: nothing underflows there.",
@@ -117,10 +113,6 @@ _SCALER_REASONS = {
 }
 
 
-def _name(value: object) -> str:
-    return dtype_name(value) if isinstance(value, torch.dtype) else repr(value)
-
-
 # --- Task 3 ---------------------------------------------------------------------------------------------------------
 
 _PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::convolution")
@@ -129,13 +121,13 @@ _INITIAL_SCALE = 2.0**10
 
 
 class _Seen(TorchDispatchMode):
-    """What really ran: dtypes of the matrix products and of the loss, and whether autocast was on in the model."""
+    """What really ran: dtypes of the products and of the loss, and the state of a watched model on its way."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.products: set[torch.dtype] = set()
-        self.losses: set[torch.dtype] = set()
-        self.autocast = False
+        self.products, self.losses = set(), set()
+        self.autocast = self.autocast_in_backward = self.eval = False
+        self.steps = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func._schema.name
@@ -145,8 +137,20 @@ class _Seen(TorchDispatchMode):
             self.losses.add(args[0].dtype)
         return func(*args, **(kwargs or {}))
 
-    def look(self, *_) -> None:
-        self.autocast = self.autocast or torch.is_autocast_enabled("cpu")
+    def watch(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        def forward(module: nn.Module, *_) -> None:
+            self.autocast |= torch.is_autocast_enabled("cpu")
+            self.eval |= not module.training
+
+        def backward(gradient: torch.Tensor) -> None:
+            self.autocast_in_backward |= torch.is_autocast_enabled("cpu")
+
+        def step(*_) -> None:
+            self.steps += 1
+
+        model.register_forward_pre_hook(forward)
+        next(model.parameters()).register_hook(backward)
+        optimizer.register_step_post_hook(step)
 
 
 class _MeanOverTokens(nn.Module):
@@ -154,7 +158,7 @@ class _MeanOverTokens(nn.Module):
         return embedded.mean(dim=1)  # (B, T, C) -> (B, C)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Case:
     """A model, a batch for it, and the norm to clip to: 0.05 clips every step, 100 none."""
 
@@ -163,166 +167,154 @@ class _Case:
     labels: torch.Tensor
     max_norm: float
 
-    @property
-    def batch(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.inputs, self.labels
+    def parts(self, precision: str) -> tuple[nn.Module, torch.optim.Optimizer, torch.amp.GradScaler]:
+        """A copy of the model in its dtype, and what trains it: SGD, since Adam hides how gradients are scaled."""
+        weights, _, scaled = SETTINGS[precision]
+        model = copy.deepcopy(self.model).to(weights)
+        optimizer = torch.optim.SGD(model.parameters(), lr=_LEARNING_RATE)
+        return model, optimizer, torch.amp.GradScaler("cpu", _INITIAL_SCALE, growth_interval=1, enabled=scaled)
+
+    def change(self, model: nn.Module) -> torch.Tensor:
+        """What training did to all weights, as one fp64 vector."""
+        before = copy.deepcopy(self.model).to(next(model.parameters()).dtype)
+        pairs = zip(model.parameters(), before.parameters(), strict=True)
+        return torch.cat([(new.detach().double() - old.detach().double()).flatten() for new, old in pairs])
 
 
-def _cases() -> Iterator[_Case]:
+@functools.cache
+def _cases() -> list[_Case]:
+    cases = []
     for seed, kind, max_norm in ((0, "images", 100.0), (1, "tokens", 0.05), (2, "images", 0.05)):
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            head = nn.Sequential(nn.Linear(12, 24), nn.LayerNorm(24), nn.GELU(), nn.Linear(24, 4))
-            if kind == "images":
-                model, inputs = head, torch.randn(16, 12)
-            else:
-                model = nn.Sequential(nn.Embedding(20, 12), _MeanOverTokens(), head)
-                inputs = torch.randint(20, (16, 6))
-            labels = torch.randint(4, (16,))
-        yield _Case(model, inputs, labels, max_norm)
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(12, 24), nn.LayerNorm(24), nn.GELU(), nn.Linear(24, 4))
+        inputs = torch.randn(16, 12)
+        if kind == "tokens":
+            model, inputs = nn.Sequential(nn.Embedding(20, 12), _MeanOverTokens(), model), torch.randint(20, (16, 6))
+        cases.append(_Case(model, inputs, torch.randint(4, (16,)), max_norm))
+    return cases
 
 
-@check("Task 3, one training step in each setting")
+@check("Task 3, one training step in each setting", seconds=120)
 def train_step(answer: Callable[..., float]) -> None:
-    with machine.half_products():
+    with compat.half_products():
         for precision, case in itertools.product(SETTINGS, _cases()):
-            _examine_steps(answer, precision, case)
+            with where(precision):
+                _examine_steps(answer, precision, case)
         for case in _cases():
-            _examine_overflow(answer, case)
+            with where("16-mixed"):
+                _examine_overflow(answer, case)
 
 
 def _examine_steps(answer: Callable[..., float], precision: str, case: _Case) -> None:
     weights, products, scaled = SETTINGS[precision]
-    mixed = precision.endswith("mixed")
-    model, optimizer, scaler = _prepare(case, precision)
+    same = functools.partial(close, relative=0.02 if products.itemsize == 2 else 1e-5)
+    model, optimizer, scaler = case.parts(precision)
     seen = _Seen()
-    model.register_forward_pre_hook(seen.look)
+    seen.watch(model, optimizer)
     with seen:
         losses = [_call_step(answer, model, case, optimizer, precision, scaler) for _ in range(2)]
-    wanted_losses, wanted_model = _reference(case, precision)
-
+    wanted, wanted_model = _reference(case, precision)
     for loss in losses:
-        expect(
-            isinstance(loss, float),
-            f"{precision}: return the loss as a Python float (`loss.item()`), not {type(loss).__name__}."
-            + " A tensor would hold on to its graph." * isinstance(loss, torch.Tensor),
-        )
-    expect(
-        not scaled or losses[0] < 100 * wanted_losses[0],
-        f"{precision}: you return the scaled loss. Scale it only on its way into backward().",
-    )
+        kind = type(loss).__name__ + ", which holds on to its graph" * isinstance(loss, torch.Tensor)
+        expect(isinstance(loss, float), f"return the loss as a Python float (`loss.item()`), not {kind}.")
+    first, second = (number(loss, "the loss that you return") for loss in losses)
+    expect(first < 100 * wanted[0], "you return the scaled loss. Scale it only on its way into backward().")
     found = {p.dtype for p in model.parameters()}
-    expect(
-        found == {weights},
-        f"{precision}: after your step the weights are {_names(found)}. The step must leave them as they came, "
-        f"in {dtype_name(weights)}: casting for the products is autocast's work.",
-    )
-    expect(
-        bool(seen.products),
-        f"{precision}: no matrix product ran. Does your step call the model, and backward() on the loss?",
-    )
-    expect(
-        seen.autocast == mixed,
-        f"{precision}: "
-        + (
+    cast = f"after your step the weights are {_names(found)}. Leave them in {dtype_name(weights)}"
+    expect(found == {weights}, f"{cast}: casting for the products is autocast's work.")
+    _examine_dtypes(seen, precision)
+    if not same(first, wanted[0]):
+        hints = {
+            "You add up the losses of the batch: take their mean, cross_entropy's default.": lambda: float(
+                _loss(case.parts(precision)[0], case, precision, mean=False)
+            ),
+            "That is the loss of half the batch: use all of it.": _reference(case, precision, "half the batch")[0][0],
+            "That is the loss after the step: keep the one that you called backward() on.": wanted[1],
+        }
+        said, right = apart(first, wanted[0])
+        why = diagnose(first, hints, "It is that of the whole batch, before the step.", same)
+        fail(f"the first loss is {said}, not {right}. {why}")
+    _examine_update(precision, case, case.change(model), case.change(wanted_model), seen.steps)
+    expect(same(second, wanted[1]), f"the loss of the second step is {second:.4g}, but should be {wanted[1]:.4g}.")
+    kept = "the scaler still has its first scale, which two good steps should have raised"
+    unused = "Use the scaler that is given, and call scaler.update() once, after scaler.step(optimizer)"
+    expect(not scaled or scaler.get_scale() > _INITIAL_SCALE, f"{kept}. {unused}.")
+
+
+def _examine_dtypes(seen: _Seen, precision: str) -> None:
+    _, products, _ = SETTINGS[precision]
+    expect(seen.products, "no matrix product ran. Does your step call the model, and backward() on the loss?")
+    expect(not seen.eval, "you switch the model to eval(): it would train without dropout.")
+    if precision.endswith("mixed"):
+        expect(
+            seen.autocast,
             f"the model ran without autocast, so its products were in {_names(seen.products)}. Call it inside "
-            "`torch.autocast(inputs.device.type, dtype=...)`; the device must be the one that the batch is on."
-            if mixed
-            else "autocast is on. In a 'true' setting weights and inputs have the same dtype and nothing is cast on "
-            "the fly: pass `enabled=False`, or leave autocast out."
-        ),
-    )
+            "`torch.autocast(inputs.device.type, dtype=...)`; the device must be the one that the batch is on.",
+        )
+        forward = "Each gradient is computed in the dtype that its forward operation used"
+        expect(not seen.autocast_in_backward, f"backward() runs under autocast. {forward}: end the block before it.")
+    else:
+        on = seen.autocast or seen.autocast_in_backward
+        expect(not on, "autocast is on. In a 'true' setting nothing is cast on the fly: pass `enabled=False`.")
+    ran = f"the matrix products ran in {_names(seen.products)}, not in {dtype_name(products)}"
+    expect(seen.products == {products}, f"{ran}. Which dtype does autocast get?")
     expect(
-        seen.products == {products},
-        f"{precision}: the matrix products ran in {_names(seen.products)}, not in {dtype_name(products)}. "
-        "Which dtype does autocast get?",
-    )
-    expect(
-        not mixed or seen.losses <= {FP32},
-        f"{precision}: the loss was computed in {_names(seen.losses)}. Compute it inside the autocast block too: "
-        "there, cross entropy runs in fp32 by itself.",
-    )
-    _examine_update(precision, case, model, wanted_model)
-    exact = 0.02 if products.itemsize == 2 else 1e-5
-    expect(
-        all(math.isclose(a, b, rel_tol=exact) for a, b in zip(losses, wanted_losses, strict=True)),
-        f"{precision}: the losses of two steps are {_digits(losses)}, but should be {_digits(wanted_losses)}. "
-        "The loss is that of the whole batch, before the step.",
-    )
-    expect(
-        not scaled or scaler.get_scale() > _INITIAL_SCALE,
-        f"{precision}: the scaler still has the scale it began with, but two good steps should have raised it. "
-        "Use the scaler that your function is given, and call scaler.update() once, after scaler.step(optimizer).",
+        not precision.endswith("mixed") or seen.losses <= {FP32},
+        f"the loss was computed in {_names(seen.losses)}. Compute it inside the autocast block, with cross_entropy, "
+        "which runs in fp32 there by itself (log_softmax on a CPU does not), or convert the logits.",
     )
 
 
-def _examine_update(precision: str, case: _Case, model: nn.Module, wanted: nn.Module) -> None:
+def _examine_update(precision: str, case: _Case, change: torch.Tensor, wanted: torch.Tensor, steps: int) -> None:
     """Compare what two steps did to the weights with the reference; if it differs, look for a well-known cause."""
-    change, wanted_change = _change(model, case), _change(wanted, case)
-    exact = 0.02 if SETTINGS[precision][1].itemsize == 2 else 1e-4
-    if _agree(change, wanted_change, exact):
+    same = functools.partial(close, relative=0.02 if SETTINGS[precision][1].itemsize == 2 else 1e-4)
+    if same(change, wanted):
         return
-    expect(bool(change.any()), f"{precision}: the weights did not change. Does the optimizer make its step?")
-    expect(bool(change.isfinite().all()), f"{precision}: the weights became inf or nan on a harmless batch.")
-    for fault, explanation in _FAULTS.items():
-        if _agree(change, _change(_reference(case, precision, fault)[1], case), exact):
-            raise NotYetError(f"{precision}: {explanation}")
-    factor = (change.norm() / wanted_change.norm()).item()
-    raise NotYetError(
-        f"{precision}: two steps changed the weights {factor:.3g} times as much as they should. Look at the order: "
-        "forward, zero_grad, scaled backward, unscale_, clip to max_norm, scaler.step, update."
-    )
+    expect(change.isfinite().all(), "the weights became inf or nan on a harmless batch.")
+    wiped = "the optimizer steps without gradients: zero_grad belongs before backward(), not after it."
+    expect(change.any(), f"the weights did not change: {wiped if steps else 'does the optimizer make its step?'}")
+    expect(steps == 2, f"two calls made {steps} optimizer steps. Make one in each.")
+    redone = {fault: case.change(_reference(case, precision, fault)[1]) for fault in _FAULTS}
+    order = "Look at the order: forward, zero_grad, scaled backward, unscale_, clip to max_norm, scaler.step, update."
+    much = f"two steps changed the weights {(change.norm() / wanted.norm()).item():.3g} times as much as they should"
+    fail(diagnose(change, {_FAULTS[fault]: result for fault, result in redone.items()}, f"{much}. {order}", same))
 
 
 _FAULTS = {
     "not clipped": "the gradients were not clipped to max_norm, which your function is given: call "
     "nn.utils.clip_grad_norm_(model.parameters(), max_norm) between backward() and the step.",
-    "clipped before unscaling": "you clipped before unscaling: the norm that was compared with max_norm is "
-    "that of the scaled gradients. Call scaler.unscale_(optimizer) first, then clip.",
-    "not unscaled": "the step used the scaled gradients: scaler.unscale_(optimizer) before you clip, and "
-    "scaler.step(optimizer) instead of optimizer.step().",
-    "not zeroed": "the second step still held the first one's gradients: call optimizer.zero_grad() in every step.",
-    "clipped each": "the gradients were clipped one parameter at a time: max_norm bounds the norm of all "
-    "together, so give clip_grad_norm_ all of model.parameters().",
+    "clipped before unscaling": "you clipped before unscaling, so max_norm met the norm of the scaled gradients. "
+    "Call scaler.unscale_(optimizer) first, then clip.",
+    "not unscaled": "the step used the scaled gradients: scaler.unscale_(optimizer) before you clip, then "
+    "scaler.step(optimizer), not optimizer.step().",
+    "not zeroed": "gradients of the step before were still there: call optimizer.zero_grad() in every step.",
+    "clipped each": "gradients were clipped one parameter at a time: give clip_grad_norm_ all model.parameters().",
+    "clipped by value": "each number was clipped. max_norm bounds the norm of all: clip_grad_norm_, not _value_.",
+    "half the batch": "the gradient is that of half the batch: use all of it.",
 }
 
 
 def _examine_overflow(answer: Callable[..., float], case: _Case) -> None:
     """A scale so large that the fp16 gradients overflow: the step must be skipped and the scale halved."""
-    model, optimizer, _ = _prepare(case, "16-mixed")
+    model, optimizer, _ = case.parts("16-mixed")
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**30)
     _call_step(answer, model, case, optimizer, "16-mixed", scaler)
-    expect(
-        not _change(model, case).any(),
-        "16-mixed: we gave you a scale that made the gradients overflow, and the weights changed all the same. "
-        "scaler.step(optimizer) skips such a step; a plain optimizer.step() does not.",
+    skipped = "scaler.step(optimizer) skips such a step; a plain optimizer.step() does not"
+    expect(not case.change(model).any(), f"at a scale where gradients overflow, the weights changed: {skipped}.")
+    halved = (
+        f"after gradients that overflowed, the scale should be 2^29, half of what it was, not {scaler.get_scale():g}"
     )
-    expect(
-        scaler.get_scale() == 2.0**29,
-        f"16-mixed: after gradients that overflowed, the scale should have been halved once, from 2^30 to 2^29; "
-        f"it is 2^{math.log2(scaler.get_scale()):g}. Call scaler.update() once in each step.",
-    )
-
-
-def _prepare(case: _Case, precision: str) -> tuple[nn.Module, torch.optim.Optimizer, torch.amp.GradScaler]:
-    weights, _, scaled = SETTINGS[precision]
-    model = copy.deepcopy(case.model).to(weights)
-    # plain SGD: Adam divides by the size of the gradients, and would hide whether they were unscaled and clipped
-    optimizer = torch.optim.SGD(model.parameters(), lr=_LEARNING_RATE)
-    scaler = torch.amp.GradScaler("cpu", init_scale=_INITIAL_SCALE, growth_interval=1, enabled=scaled)
-    return model, optimizer, scaler
+    expect(scaler.get_scale() == 2.0**29, f"{halved}. Call scaler.update() once in each step.")
 
 
 def _call_step(answer: Callable, model, case: _Case, optimizer, precision: str, scaler) -> object:
+    batch = case.inputs.clone(), case.labels.clone()
     try:
-        return answer(model, case.batch, optimizer, precision, scaler, case.max_norm)
-    except NotImplementedError:
-        raise
+        return answer(model, batch, optimizer, precision, scaler, case.max_norm)
     except (RuntimeError, ValueError, AssertionError) as error:
-        for sign, hint in _ERRORS.items():
-            if sign in str(error):
-                said = str(error).splitlines()[0]
-                raise NotYetError(f"{precision}: {hint} (PyTorch says: {said})") from error
+        said = str(error).splitlines()[0] if str(error) else ""
+        hint = next((hint for sign, hint in _ERRORS.items() if sign in str(error)), None)
+        expect(hint is None, f"{hint} (PyTorch says: {said})")
         raise
 
 
@@ -340,15 +332,22 @@ _ERRORS = {
 }
 
 
+def _loss(
+    model: nn.Module, case: _Case, precision: str, rows: slice = slice(None), mean: bool = True
+) -> torch.Tensor:
+    weights, products, _ = SETTINGS[precision]
+    inputs = case.inputs[rows].to(weights) if case.inputs.is_floating_point() else case.inputs[rows]
+    with torch.autocast("cpu", dtype=products, enabled=precision.endswith("mixed")):
+        return F.cross_entropy(model(inputs), case.labels[rows], reduction="mean" if mean else "sum")
+
+
+@functools.cache
 def _reference(case: _Case, precision: str, fault: str = "") -> tuple[list[float], nn.Module]:
     """Two right steps, or two with a well-known fault: their losses, and the model after them."""
-    model, optimizer, scaler = _prepare(case, precision)
-    weights, products, _ = SETTINGS[precision]
-    inputs = case.inputs.to(weights) if case.inputs.is_floating_point() else case.inputs
+    model, optimizer, scaler = case.parts(precision)
     losses = []
     for _ in range(2):
-        with torch.autocast("cpu", dtype=products, enabled=precision.endswith("mixed")):
-            loss = F.cross_entropy(model(inputs), case.labels)
+        loss = _loss(model, case, precision, slice(8) if fault == "half the batch" else slice(None))
         if fault != "not zeroed":
             optimizer.zero_grad()
         scaler.scale(loss).backward()
@@ -357,6 +356,8 @@ def _reference(case: _Case, precision: str, fault: str = "") -> tuple[list[float
         if fault == "clipped each":
             for parameter in model.parameters():
                 nn.utils.clip_grad_norm_(parameter, case.max_norm)
+        elif fault == "clipped by value":
+            nn.utils.clip_grad_value_(model.parameters(), case.max_norm)
         elif fault != "not clipped":
             nn.utils.clip_grad_norm_(model.parameters(), case.max_norm)
         if fault == "not unscaled":
@@ -368,23 +369,8 @@ def _reference(case: _Case, precision: str, fault: str = "") -> tuple[list[float
     return losses, model
 
 
-def _change(model: nn.Module, case: _Case) -> torch.Tensor:
-    """What training did to all weights, as one fp64 vector."""
-    before = copy.deepcopy(case.model).to(next(model.parameters()).dtype)
-    pairs = zip(model.parameters(), before.parameters(), strict=True)
-    return torch.cat([(new.detach().double() - old.detach().double()).flatten() for new, old in pairs])
-
-
-def _agree(a: torch.Tensor, b: torch.Tensor, tolerance: float) -> bool:
-    return bool((a - b).norm() <= tolerance * b.norm())
-
-
 def _names(dtypes: set[torch.dtype]) -> str:
     return " and ".join(sorted(map(dtype_name, dtypes)))
-
-
-def _digits(values: list[float]) -> str:
-    return ", ".join(f"{value:.4g}" for value in values)
 
 
 # --- Tasks 4 and 5 --------------------------------------------------------------------------------------------------
@@ -395,6 +381,7 @@ def mlp_block(width: int) -> nn.Sequential:
     return nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
 
+@functools.cache
 def _counted(precision: str, tokens: int, width: int) -> int:
     weights, products, _ = SETTINGS[precision]
     block, x = mlp_block(width).to(weights), torch.ones(tokens, width, dtype=weights)
@@ -404,142 +391,159 @@ def _counted(precision: str, tokens: int, width: int) -> int:
 
 @check("Task 4, saved bytes against the counter")
 def saved_bytes(answer: Callable[[str, int, int], float]) -> None:
-    with machine.half_products():
-        for precision, (tokens, width) in itertools.product(SETTINGS, ((64, 32), (512, 32), (16, 64), (100, 48))):
-            got = _as_number(answer(precision, tokens, width), f"{precision}: your prediction")
-            counted = _counted(precision, tokens, width)
+    shapes = ((96, 32), (512, 32), (16, 64), (100, 48))
+    for precision, (tokens, width) in itertools.product(SETTINGS, shapes):
+        with where(f"{precision}, {tokens} tokens of width {width}"), compat.half_products(), _Seen() as seen:
+            got = number(ask(answer, precision, tokens, width), "your prediction")
+            expect(not seen.products, "you run matrix products. Predict the bytes by arithmetic alone.")
+            counted, elements = _counted(precision, tokens, width), tokens * width
             # two numbers a token, in the LayerNorm's own format, may be left out
-            statistics = 2 * 8 * tokens
-            if abs(got - counted) > statistics:
-                raise NotYetError(
-                    f"{precision}, {tokens} tokens of width {width}: you predict {got:,.0f} bytes, the counter finds "
-                    f"{counted:,}. {_why_not_counted(counted - got, got, counted, precision, tokens, width)}".strip()
+            if abs(got - counted) > 16 * tokens:
+                why = diagnose(
+                    got,
+                    _byte_faults(got, precision, tokens, width, counted),
+                    f"That is {(counted - got) / elements:+.2f} bytes an element off. List the tensors one by one.",
+                    same=lambda a, b, tokens=tokens: abs(a - b) <= 16 * tokens,
                 )
+                fail(f"you predict {got:,.0f} bytes, the counter finds {counted:,}. {why}")
 
 
-def _why_not_counted(missing: float, got: float, counted: int, precision: str, tokens: int, width: int) -> str:
-    elements, inner = tokens * width, 4 * width * width
-    itemsize = SETTINGS[precision][1].itemsize
-    mixed = precision.endswith("mixed")
-
-    def is_about(value: float, target: float) -> bool:
-        return abs(value - target) <= 2 * 8 * tokens
-
-    if got < 200 and math.isclose(got, counted / elements, rel_tol=0.05):
-        return "You return the bytes for one element; the task asks for all of them."
-    if mixed and is_about(missing, 2 * inner * itemsize):
-        return "The difference is two weight matrices in 16 bits: autocast keeps the cast copies that it makes."
-    if mixed and is_about(missing, inner * itemsize):
-        return "The difference is one weight matrix in 16 bits. There are two Linear layers."
-    if mixed and is_about(missing, 2 * elements):
-        return "The difference is two bytes an element: autocast runs LayerNorm in fp32, which keeps an fp32 input."
-    if mixed and is_about(missing, 2 * elements + 2 * inner * itemsize):
-        return (
-            "Two things are missing: autocast runs LayerNorm in fp32, which keeps an fp32 input; and it keeps the "
-            "cast copies of the two weight matrices."
-        )
-    if is_about(-missing, 2 * inner * SETTINGS[precision][0].itemsize):
-        return "You counted the weights, but they are there anyway: only what is new memory counts."
-    if is_about(-missing, 4 * elements * itemsize) or is_about(-missing, elements * itemsize):
-        return "You counted one tensor too many: no layer after the last one needs its result for backward."
-    if is_about(missing, 4 * elements * itemsize):
-        return "One tensor, four times as wide, is missing: GELU keeps its input, and the second Linear its own."
-    if is_about(missing, elements * itemsize):
-        return "One tensor of the block's width is missing: LayerNorm keeps its input, and the first Linear its own."
-    return f"That is {missing / elements:+.2f} bytes an element off. List the tensors one by one, with their dtypes."
+def _byte_faults(got: float, precision: str, tokens: int, width: int, n: int) -> dict[str, float | bool]:
+    """What predictions with a well-known fault come to, by their hint; `n` bytes are right."""
+    weights, products, _ = SETTINGS[precision]
+    e, s, w = tokens * width, products.itemsize, 4 * width * width
+    faults = {"You return the bytes for one element; the task asks for all of them.": close(got, n / e, 0.05)}
+    if precision.endswith("mixed"):
+        faults |= {
+            "Two bytes an element are missing: autocast runs LayerNorm in fp32, with an fp32 input.": n - 2 * e,
+            "Two weight matrices in 16 bits are missing: autocast keeps the cast copies it makes.": n - 2 * w * s,
+            "One weight matrix in 16 bits is missing. There are two Linear layers.": n - w * s,
+            "Two things are missing: LayerNorm's input in fp32, and the cast copies.": n - 2 * e - 2 * w * s,
+            "The copies of the weights that autocast makes are in 16 bits, not in 32.": n + 2 * w * s,
+            "28 bytes an element hold at 512 tokens of width 192: count the cast copies apart.": 28 * e,
+        }
+    return faults | {
+        "You counted the weights; they are there anyway, and no new memory.": n + 2 * w * weights.itemsize,
+        "One tensor too many, four times as wide. Each is kept once.": n + 4 * e * s,
+        "One tensor too many: nobody needs the result of the last layer for backward.": n + e * s,
+        "One tensor, four times as wide, is missing: GELU and the second Linear each keep one.": n - 4 * e * s,
+        "One tensor of the block's width is missing: LayerNorm and the first Linear each keep one.": n - e * s,
+    }
 
 
 @check("Task 5, where autocast breaks even")
 def break_even(answer: Callable[[int], int]) -> None:
-    with machine.half_products():
-        for width in (36, 32, 64, 100):
-            got = _as_number(answer(width), f"The number of tokens at width {width}")
-            expect(
-                got == int(got) and got >= 1, f"At width {width} you return {got:g}: give a whole number of tokens."
+    with compat.half_products():
+        for width in (36, 32, 64, 100, 27, 50, 81, 16):
+            tokens = whole(ask(answer, width), f"The number of tokens at width {width}", least=1, most=20 * width)
+            (fp32, mixed), (fp32_before, mixed_before) = (
+                [_counted(precision, n, width) for precision in ("32-true", "bf16-mixed")]
+                for n in (tokens, max(1, tokens - 1))
             )
-            tokens = int(got)
-            fp32, mixed = (_counted(precision, tokens, width) for precision in ("32-true", "bf16-mixed"))
             at = f"At width {width} and {tokens} tokens"
             expect(
                 mixed < fp32,
                 f"{at}, the counter finds {mixed:,} bytes with bf16-mixed and {fp32:,} with 32-true: not fewer. "
                 "What grows with the number of tokens, what does not, and must it be fewer or as many?",
             )
-            if tokens > 1:
-                fp32, mixed = (_counted(precision, tokens - 1, width) for precision in ("32-true", "bf16-mixed"))
-                expect(
-                    mixed >= fp32,
-                    f"{at}, bf16-mixed does keep fewer bytes, but with one token less it does so already "
-                    f"({mixed:,} against {fp32:,}). Find the smallest number.",
-                )
+            expect(
+                mixed_before >= fp32_before or tokens == 1,
+                f"{at}, bf16-mixed does keep fewer bytes, but with one token less it does so already "
+                f"({mixed_before:,} against {fp32_before:,}). Find the smallest number.",
+            )
 
 
 # --- Task 6 ---------------------------------------------------------------------------------------------------------
 
 STAGES = ("logits", "loss", "gradients", "weights")
+_Parts = tuple[nn.Module, Callable, torch.optim.Optimizer, torch.Tensor, torch.Tensor]
 
 
-@dataclass(frozen=True)
-class _Breakdown:
-    """A training step that breaks at a known stage (`None`: it does not break)."""
-
-    story: str
-    stage: str | None
-    parts: tuple[nn.Module, nn.Module, torch.optim.Optimizer, torch.Tensor, torch.Tensor]
-
-
-def _linear(weight: float, dtype: torch.dtype, inputs: int = 1, outputs: int = 1) -> nn.Linear:
-    layer = nn.Linear(inputs, outputs, dtype=dtype)
+def _linear(weight: float, dtype: torch.dtype = FP16, bias: float = 0.0) -> nn.Linear:
+    layer = nn.Linear(1, 1, dtype=dtype)
     with torch.no_grad():
         layer.weight.fill_(weight)
-        layer.bias.zero_()
+        layer.bias.fill_(bias)
     return layer
 
 
-def _breakdowns() -> Iterator[_Breakdown]:
+def _breakdowns() -> Iterator[tuple[str, str | None, _Parts]]:
+    """Steps that break at a known stage (None: they do not): a story, the stage, and what the answer is given."""
+
     def column(*values: float, dtype: torch.dtype = FP16) -> torch.Tensor:
         return torch.tensor(values, dtype=dtype).unsqueeze(1)
 
-    def case(story, stage, model, inputs, targets, optimizer="SGD", lr=0.01):
+    def parts(model, inputs, targets, optimizer="SGD", lr=0.01, loss_fn=None) -> _Parts:
         trained = [p for p in model.parameters() if p.requires_grad]
-        made = getattr(torch.optim, optimizer)(trained, lr=lr)
-        return _Breakdown(story, stage, (model, nn.MSELoss(), made, inputs, targets))
+        return model, loss_fn or nn.MSELoss(), getattr(torch.optim, optimizer)(trained, lr=lr), inputs, targets
 
-    two, broken = column(1, 2, dtype=FP32), column(1, math.nan, dtype=FP32)
-    yield case("a healthy step in fp32", None, _linear(0.5, FP32), two, two)
-    yield case("products past 65504 in fp16", "logits", _linear(100.0, FP16), column(1, 2000), column(1, 1))
-    yield case("an input that is nan", "logits", _linear(0.5, FP32), broken, two)
-    yield case("squares past 65504 in fp16", "loss", _linear(100.0, FP16), column(1, 5), column(0, 0))
-    yield case("gradients past 65504 in fp16", "gradients", _linear(0.1, FP16), column(1000), column(0))
-    deep = nn.Sequential(_linear(0.1, FP16), _linear(1.0, FP16))
+    def with_old(gradient: float, made: _Parts) -> _Parts:
+        for parameter in made[0].parameters():
+            parameter.grad = torch.full_like(parameter, gradient)
+        return made
+
+    def steep(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return (60000 * (logits - targets)).sum()
+
+    two, three = column(1, 2, dtype=FP32), column(1, 2, 3, dtype=FP32)
+    middle, ones = column(1, math.nan, 3, dtype=FP32), column(1, 1, 1, 1)
+    yield "a healthy step in fp32", None, parts(_linear(0.5, FP32), two, two)
+    yield "products past 65504 in fp16", "logits", parts(_linear(100.0), column(1, 2000), column(1, 1))
+    yield "one input in the middle that is nan", "logits", parts(_linear(0.5, FP32), middle, three)
+    yield "squares past 65504 in fp16", "loss", parts(_linear(100.0), column(1, 5), column(0, 0))
+    yield "gradients past 65504 in fp16", "gradients", parts(_linear(0.1), column(1000), column(0))
+    deep, frozen = nn.Sequential(_linear(0.1), _linear(1.0)), nn.Sequential(_linear(1.0), _linear(0.5))
     deep[1].requires_grad_(False)
-    yield case("gradients past 65504 with a frozen layer", "gradients", deep, column(1000), column(0))
-    yield case("Adam in fp16 and tiny gradients", "weights", _linear(0.5, FP16), column(1), column(0.4995), "Adam")
-    frozen = nn.Sequential(_linear(1.0, FP16), _linear(0.5, FP16))
     frozen[0].requires_grad_(False)
-    yield case("Adam in fp16 with a frozen layer", "weights", frozen, column(1), column(0.4995), "Adam")
-    yield case("a step far too long", "weights", _linear(10.0, FP16), column(10), column(0), lr=100.0)
-    yield case("a healthy step in fp16", None, _linear(0.5, FP16), column(1, 2), column(1, 1))
+    yield "gradients past 65504 with a frozen layer", "gradients", parts(deep, column(1000), column(0))
+    steeply = parts(_linear(0.1), column(0.1, 0.1), column(0, 0), lr=1e-4, loss_fn=steep)
+    yield "one gradient past 65504, that of a bias", "gradients", steeply
+    yield "Adam in fp16 and tiny gradients", "weights", parts(_linear(0.5), column(1), column(0.4995), "Adam")
+    yield "Adam in fp16 with a frozen layer", "weights", parts(frozen, column(1), column(0.4995), "Adam")
+    bias = parts(_linear(0.001, bias=0.001), column(1000), column(1), "Adam")
+    yield "Adam in fp16, where only the bias breaks", "weights", bias
+    yield "a step far too long", "weights", parts(_linear(10.0), column(10), column(0), lr=100.0)
+    yield "a healthy step in fp16", None, parts(_linear(0.5), column(1, 2), column(1, 1))
+    yield "large logits, and a loss of zero", None, parts(_linear(30000.0), ones, 30000 * ones)
+    yield "a healthy step after one that overflowed", None, with_old(math.inf, parts(_linear(0.5), ones, ones))
+    yield "a healthy step after another", None, with_old(8.0, parts(_linear(0.5, FP32), two, two))
 
 
 @check("Task 6, what breaks first")
 def first_broken(answer: Callable[..., str | None]) -> None:
-    for made in _breakdowns():
-        got = answer(*made.parts)
-        expect(got is None or got in STAGES, f"Return one of {', '.join(map(repr, STAGES))} or None, not {got!r}.")
-        if got != made.stage:
+    for story, stage, (model, loss_fn, optimizer, *batch) in _breakdowns():
+        wanted, steps = copy.deepcopy((model, loss_fn, optimizer)), []
+        optimizer.register_step_post_hook(lambda *_, steps=steps: steps.append(1))
+        with where(f"In the case of {story}"):
+            got = answer(model, loss_fn, optimizer, *(tensor.clone() for tensor in batch))
+            valid = got is None or (isinstance(got, str) and got in STAGES)
+            expect(valid, f"return one of {', '.join(map(repr, STAGES))} or None, not {got!r}.")
             said = "that nothing breaks" if got is None else f"{got!r}"
-            right = "nothing breaks" if made.stage is None else f"{made.stage!r} broke first"
-            raise NotYetError(
-                f"In the case of {made.story}, {right}, but you say {said}. {_why_not_first(got, made.stage)}"
-            )
+            right = "nothing breaks" if stage is None else f"{stage!r} broke first"
+            if got != stage:
+                fail(f"{right}, but you say {said}. {_why_not_first(got, stage, story)}")
+            expect(len(steps) <= 1, f"your function makes {len(steps)} steps. Make one.")
+            if stage in (None, "weights"):
+                expect(steps, "your function makes no step. Call optimizer.step() once.")
+                pairs = zip(model.parameters(), _stepped(*wanted, *batch), strict=True)
+                same = all(torch.equal(p.nan_to_num(), q.nan_to_num()) for p, q in pairs)
+                expect(same, "the weights are not those after one ordinary step. Were old gradients zeroed?")
 
 
-def _why_not_first(got: str | None, wanted: str | None) -> str:
+def _stepped(model: nn.Module, loss_fn: Callable, optimizer, inputs, targets) -> list[torch.Tensor]:
+    optimizer.zero_grad()
+    loss_fn(model(inputs), targets).backward()
+    optimizer.step()
+    return list(model.parameters())
+
+
+def _why_not_first(got: str | None, wanted: str | None, story: str) -> str:
     if wanted is None:
-        return "A finite number is not broken, however large."
+        if "after" in story:
+            return "Gradients of an earlier step are still there: call zero_grad() before backward()."
+        return "A finite number is not broken, however large; ask each element, not a sum of them."
     if got is None and wanted == "weights":
-        return "Call optimizer.step() and look at the weights after it, at all of them."
+        return "Call optimizer.step() and look at the weights after it, at all of them, biases too."
     if got is None:
         return "inf is broken as well as nan: torch.isfinite() is False for both. Look at every element."
     if STAGES.index(got) > STAGES.index(wanted):
@@ -570,43 +574,44 @@ def _gradients(seed: int, dtype: torch.dtype, beta2: float) -> torch.Tensor:
     return (sizes * signs).to(dtype)
 
 
+# the last two have an eps that their dtype rounds to zero
+_ADAM_CASES = (
+    *((FP32, 1e-8, 0.999), (FP16, 1e-8, 0.999), (FP16, 1e-8, 0.95), (FP16, 1e-4, 0.999), (BF16, 1e-8, 0.999)),
+    *((FP16, 2e-8, 0.99), (FP16, 1e-7, 0.95), (BF16, 1e-42, 0.999), (FP32, 1e-46, 0.99)),
+)
+
+
 @check("Task 7, why Adam divides by zero")
 def weights_lost(answer: Callable[[torch.Tensor, float, float], int]) -> None:
-    cases = [
-        (FP32, 1e-8, 0.999),
-        (FP16, 1e-8, 0.999),
-        (FP16, 1e-8, 0.95),
-        (FP16, 1e-4, 0.999),
-        (BF16, 1e-8, 0.999),
-        (FP16, 2e-8, 0.99),
-        (FP16, 1e-7, 0.95),
-    ]
-    for seed, (dtype, eps, beta2) in enumerate(cases):
+    for seed, (dtype, eps, beta2) in enumerate(_ADAM_CASES):
         gradients = _gradients(seed, dtype, beta2)
-        got = _as_number(answer(gradients.clone(), eps, beta2), "The number of weights lost")
+        hook = register_optimizer_step_pre_hook(lambda *_: fail("You run an optimizer. Predict without one."))
+        try:
+            got = number(ask(answer, gradients, eps, beta2), "The number of weights lost")
+        finally:
+            hook.remove()
         counted = int((~first_adam_step(gradients, eps, beta2).isfinite()).sum())
         if got != counted:
-            raise NotYetError(
-                f"400 gradients in {dtype_name(dtype)}, eps={eps:g}, beta2={beta2:g}: Adam loses {counted} weights, "
-                f"you predict {got:g}. {_why_not_lost(got, gradients, eps, beta2)}"
-            )
+            here = f"400 gradients in {dtype_name(dtype)}, eps={eps:g}, beta2={beta2:g}"
+            why = _why_not_lost(got, gradients, eps, beta2)
+            fail(f"{here}: Adam loses {counted} weights, you predict {got:g}. {why}")
 
 
 def _why_not_lost(got: float, gradients: torch.Tensor, eps: float, beta2: float) -> str:
-    v_zero = (1 - beta2) * gradients.double() ** 2
-    stored = v_zero.to(gradients.dtype) == 0
-    eps_zero = torch.tensor(eps, dtype=gradients.dtype) == 0
-    if got == int(stored.sum()) and not eps_zero:
-        return "Where v is zero, eps saves the weight, if the format can hold that eps."
-    if eps_zero and got == 0:
-        return "In this format eps itself rounds to zero and saves nothing: put it into the dtype of the gradients."
-    if got == int((gradients.double() ** 2).to(gradients.dtype).eq(0).sum()) and eps_zero:
-        return "v is not the squared gradient but (1 - beta2) times that, which underflows sooner."
-    if got == int((stored & (gradients != 0)).sum()):
-        return "A gradient of exactly zero counts too: 0 / 0 is nan."
-    if got == int((gradients == 0).sum()) and eps_zero:
-        return "Not only zero gradients: v is (1 - beta2) times the square of one, and rounds to zero far sooner."
-    return "Round as the optimizer's state does: v = (1 - beta2) * g² and eps, each in the dtype of the gradients."
+    dtype, squares, zeros = gradients.dtype, gradients.double() ** 2, gradients == 0
+    stored = ((1 - beta2) * squares).to(dtype) == 0
+    hints = {"Where v is zero, eps saves the weight, if the format can hold that eps.": int(stored.sum())}
+    if torch.tensor(eps, dtype=dtype) == 0:
+        hints = {
+            "In this format eps itself rounds to zero: put it into the dtype of the gradients.": 0,
+            "v is not g² but (1 - beta2) times that, which underflows sooner.": int((squares.to(dtype) == 0).sum()),
+            "A gradient of exactly zero counts too: 0 / 0 is nan.": int((stored & ~zeros).sum()),
+            "Not only zero gradients: v is (1 - beta2) g², and rounds to zero far sooner.": int(zeros.sum()),
+        }
+    rounding = (
+        "Round as the optimizer's state does: v = (1 - beta2) * g² and eps, each in the dtype of the gradients."
+    )
+    return diagnose(got, hints, otherwise=rounding, same=lambda a, b: a == b)
 
 
 # the longest first step, in learning rates, that the task allows
@@ -615,29 +620,19 @@ LONGEST = 10.0
 
 @check("Task 7, an eps that fp16 can use")
 def safe_eps(answer: Callable[[], float]) -> None:
-    eps = _as_number(answer(), "eps")
+    eps = number(ask(answer), "eps")
     expect(eps > 0, f"eps must be positive, not {eps:g}.")
-    for seed in range(3):
-        gradients = _gradients(seed, FP16, beta2=0.999)
+    cliff = torch.full((400,), 5.45e-3, dtype=FP16)  # the largest gradients, nearly, of which fp16 loses v
+    for gradients in (*(_gradients(seed, FP16, beta2=0.999) for seed in range(3)), cliff):
         moved = first_adam_step(gradients, eps).abs()
-        lost = int((~moved.isfinite()).sum())
-        expect(
-            lost == 0,
-            f"With eps={eps:g}, {lost} of 400 weights are lost: fp16 rounds this eps to zero. "
-            f"The smallest number that fp16 can hold is {2.0**-24:.1e}.",
-        )
-        runaway = int((moved > LONGEST).sum())
-        expect(
-            runaway == 0,
-            f"With eps={eps:g} no weight is lost, but {runaway} of 400 move by more than {LONGEST:g} learning rates, "
-            f"the furthest by {moved.max().item():,.0f}. Where v is zero, the move is lr * g / eps: how large is g?",
-        )
+        lost, least_held = int((~moved.isfinite()).sum()), f"The smallest number that it holds is {2.0**-24:.1e}."
+        expect(not lost, f"With eps={eps:g}, {lost} of 400 weights are lost: fp16 rounds it to zero. {least_held}")
+        runaway, furthest = int((moved > LONGEST).sum()), apart(moved.max().item(), LONGEST)[0]
+        far = f"{runaway} of 400 weights move by more than {LONGEST:g} learning rates, the furthest by {furthest}"
+        expect(not runaway, f"With eps={eps:g} {far}. Where v is zero, the move is lr * g / eps: how large is g?")
     least = first_adam_step(torch.full((8,), 0.01, dtype=FP16), eps).abs().min().item()
-    expect(
-        least >= 0.5,
-        f"With eps={eps:g}, a weight with a gradient of 0.01 moves by {least:.2g} learning rates only, where Adam "
-        "means it to move by about one. Take the smallest eps that prevents the long steps.",
-    )
+    slow = f"With eps={eps:g}, a weight with a gradient of 0.01 moves by {least:.2g} learning rates only"
+    expect(least >= 0.5, f"{slow}, not by about one. Take the smallest eps that prevents the long steps.")
 
 
 # --- Task 8 ---------------------------------------------------------------------------------------------------------
@@ -659,6 +654,10 @@ def _gradient_sets() -> Iterator[tuple[str, list[torch.Tensor]]]:
     yield "gradients that fit as they are", [between(-4, 3, 20)]
     yield "gradients that are too large", [between(0, 3, 6), between(2, 7, 9)]
     yield "gradients that only just fit", [torch.tensor([1e-7, -3e4]), torch.tensor([0.0, 2.0])]
+    yield "gradients of which the whole range is needed", [torch.tensor([4e4]), torch.tensor([[2.0**-24], [-1.0]])]
+    yield "the smallest that rounds up", [torch.tensor([-4e4, 1.5 * 2.0**-25])]
+    yield "tiny gradients", [between(-24, -21, 5), between(-22, -20, 2, 2)]
+    yield "huge gradients", [between(12, 14, 7)]
     yield "gradients that spread too far", [between(-9, 0, 9), between(0, 5, 9)]
     yield "gradients that spread too far, in one tensor", [torch.tensor([0.0, -2e-8, 3e6])]
     yield "gradients that are all zero", [torch.zeros(4), torch.zeros(2, 2)]
@@ -677,70 +676,47 @@ def _damage(gradients: list[torch.Tensor], scale: float) -> tuple[int, int]:
 @check("Task 8, a scale with which every gradient survives")
 def choose_scale(answer: Callable[[list[torch.Tensor]], float | None]) -> None:
     for story, gradients in _gradient_sets():
-        possible = [k for k in range(-60, 121) if _damage(gradients, 2.0**k) == (0, 0)]
-        got = answer([g.clone() for g in gradients])
-        here = f"For {story}"
-        if got is None:
-            expect(
-                not possible,
-                f"{here} you return None, but 2^{next(iter(possible), 0)} would do. The smallest number that fp16 "
-                "holds is 2^-24, far below finfo.tiny; leave zeros out; and a scale may be below 1.",
-            )
-            continue
-        scale = _as_number(got, "The scale")
-        expect(0 < scale < math.inf, f"{here} you return {scale:g}, which is no scale. Leave zeros out.")
-        expect(
-            math.frexp(scale)[0] == 0.5,
-            f"{here} you return {scale:g}, which is not a power of two. Only a power of two changes the exponent and "
-            "leaves the digits alone.",
-        )
-        lost, overflowed = _damage(gradients, scale)
-        name = f"a scale of 2^{math.log2(scale):g}"
-        if not possible:
-            raise NotYetError(
-                f"{here} no scale will do, so return None: with {name}, {lost} become zero and {overflowed} overflow."
-            )
-        expect(
-            not overflowed,
-            f"{here}, with {name}, {overflowed} overflow and {lost} become zero. The largest one, without its sign "
-            "and over all tensors, sets the limit: scaled, it must stay below 65504.",
-        )
-        expect(
-            not lost,
-            f"{here}, with {name}, {lost} become zero. The smallest one that is not zero, without its sign and over "
-            "all tensors, sets the limit: scaled, it must reach 2^-24.",
-        )
+        possible = [k for k in range(-100, 121) if _damage(gradients, 2.0**k) == (0, 0)]
+        got, rule = ask(answer, gradients), "fp16 rounds to the nearest: above 2^-25 a number becomes 2^-24 at least"
+        with where(f"For {story}"):
+            if got is None:
+                expect(
+                    not possible,
+                    f"you return None, but 2^{possible[:1] and possible[0]} would do. {rule}, far below finfo.tiny; "
+                    "leave zeros out; and a scale may be below 1.",
+                )
+                continue
+            scale = number(got, "the scale (leave zeros out)")
+            exponent = f" Is it the exponent? Return 2.0 ** {scale:g}." * (scale in possible)
+            alone = f"Only a power of two changes the exponent and leaves the digits alone.{exponent}"
+            expect(scale > 0 or exponent, f"you return {scale:g}, which is no scale. Leave zeros out.")
+            expect(abs(math.frexp(scale)[0]) == 0.5 and scale > 0, f"{scale:g} is not a power of two. {alone}")
+            lost, overflowed = _damage(gradients, scale)
+            name = f"with a scale of 2^{math.log2(scale):g}, {overflowed} overflow and {lost} become zero"
+            expect(possible, f"no scale will do: {name}. So return None.")
+            sets = "without its sign and over all tensors, sets the limit: scaled, it must"
+            expect(not overflowed, f"{name}. The largest one, {sets} stay below 65520, where fp16 has inf.{exponent}")
+            expect(not lost, f"{name}. The smallest one that is not zero, {sets} be above 2^-25. {rule}.{exponent}")
 
 
 # --- Task 9 ---------------------------------------------------------------------------------------------------------
 
-_CHOICES = {"V100": "16-mixed", "H100": "bf16-mixed", "laptop": "32-true", "server": "bf16-mixed"}
-_REASONS = {
-    "64-true": "It doubles every byte of fp32 and is faster on none of these machines; training needs no 15 digits.",
-    "16-true": "It is the setting that diverged: it loses small updates, and its optimizer divides by zero.",
-    ("V100", "bf16-mixed"): "The V100 has no hardware for bf16: PyTorch emulates it, more slowly than it runs fp32. "
-    "(torch.cuda.is_bf16_supported() answers True there because it counts emulation.)",
-    ("V100", "32-true"): "Its tensor cores would stand idle: they multiply fp16 only.",
-    (
-        "H100",
-        "16-mixed",
-    ): "It works, but here bf16 is as fast as fp16, and it needs no loss scaling, no scaler in the "
-    "checkpoint and no skipped steps.",
-    ("H100", "32-true"): "Its tensor cores would stand idle: strict fp32 does not use them.",
-    ("laptop", "bf16-mixed"): "AVX2 has no 16-bit products: they are emulated, many times more slowly than fp32. The "
-    "saved bytes would shrink, but you would wait for them.",
-    ("laptop", "16-mixed"): "AVX2 has no 16-bit products: they are emulated, many times more slowly than fp32.",
-    ("server", "16-mixed"): "This AMX multiplies bf16 and int8, not fp16; and fp16 would need loss scaling besides.",
-    ("server", "32-true"): "AMX would stand idle: it does not multiply fp32.",
-}
-
-
-@check("Task 9, a setting for each machine")
-def machines(answer: Callable[[], dict[str, str]]) -> None:
-    chosen = answer()
-    expect(isinstance(chosen, dict), f"Return a dictionary from machine to setting, not {type(chosen).__name__}.")
-    for name, right in _CHOICES.items():
-        expect(name in chosen, f"There is no choice for {name!r} yet. Give one for each of {', '.join(_CHOICES)}.")
-        got = chosen[name]
-        expect(got in SETTINGS, f"{got!r} is none of the five settings: {', '.join(SETTINGS)}.")
-        expect(got == right, f"{name}: not {got}. {_REASONS.get(got) or _REASONS.get((name, got))}")
+machines = choices(
+    "Task 9, a setting for each machine",
+    {"V100": "16-mixed", "H100": "bf16-mixed", "laptop": "32-true", "server": "bf16-mixed"},
+    tuple(SETTINGS),
+    {
+        "64-true": "It doubles every byte of fp32, is faster on none of these machines, and no training needs it.",
+        "16-true": "It is the setting that diverged: it loses small updates, and its optimizer divides by zero.",
+        ("V100", "bf16-mixed"): "The V100 has no hardware for bf16: PyTorch emulates it, more slowly than fp32. "
+        "(torch.cuda.is_bf16_supported() answers True there because it counts emulation.)",
+        ("V100", "32-true"): "Its tensor cores would stand idle: they multiply fp16 only.",
+        ("H100", "16-mixed"): "Here bf16 is as fast, without loss scaling, scaler checkpoints and skipped steps.",
+        ("H100", "32-true"): "Its tensor cores would stand idle: strict fp32 does not use them.",
+        ("laptop", "bf16-mixed"): "AVX2 has no 16-bit products: they are emulated, many times more slowly than "
+        "fp32. The saved bytes would shrink, but you would wait for them.",
+        ("laptop", "16-mixed"): "AVX2 has no 16-bit products: emulation is many times slower than fp32.",
+        ("server", "16-mixed"): "This AMX multiplies bf16 and int8, not fp16; and fp16 would need loss scaling.",
+        ("server", "32-true"): "AMX would stand idle: it does not multiply fp32.",
+    },
+)

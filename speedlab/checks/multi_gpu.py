@@ -111,7 +111,7 @@ def _epochs(report: dict) -> tuple[list[int], list[int]]:
     return report["read"][:half], report["read"][half:]
 
 
-@check("Task 1, from one process to many")
+@check("Task 1, from one process to many", seconds=600)
 def train_ddp(answer: Callable[..., nn.Module]) -> None:
     """Equal to one process on the whole batch, each rank on its own rows, one gradient sent a step."""
     reports = _reports("train_ddp", answer)
@@ -142,7 +142,7 @@ def train_ddp(answer: Callable[..., nn.Module]) -> None:
     )
 
 
-@check("Task 2, five mistakes")
+@check("Task 2, five mistakes", seconds=600)
 def mended(answer: Callable[..., dict]) -> None:
     """One hint a mistake, in the order in which a run shows them."""
     reports = _reports("mended", answer)

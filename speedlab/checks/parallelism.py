@@ -1,109 +1,127 @@
-"""The checks of exercise 2, parallelism: a ring all-reduce, a column-parallel layer, the bubble, a choice of plans.
+"""The checks of exercise 2, parallelism: a ring, a column-parallel layer, the bubble, attention over a ring, plans.
 
-An answer first meets threads that play the ranks, which is quick and finds most mistakes; then, in `processes`, real
-ones: its source is run on two and on three processes by `ranks.py`.
+An answer meets threads that play the ranks, which is quick and finds most mistakes; `processes` then sends the first
+two to real processes.
 """
 
-import inspect
-import json
+import collections
+import functools
 import math
-import queue
-import tempfile
-import textwrap
 import threading
-import time
-from collections.abc import Callable
-from pathlib import Path
+import weakref
+from collections.abc import Callable, Sequence
+from fractions import Fraction
 
 import torch
-from torch.nn import functional as F
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from speedlab import launch
-from speedlab.checks import NotYetError, check, expect
-
-_PATIENCE = 5.0
-_RANKS = Path(__file__).with_name("ranks.py")
+from speedlab.checks.core import (
+    apart,
+    ask,
+    check,
+    choices,
+    close,
+    diagnose,
+    expect,
+    fail,
+    number,
+    on_ranks,
+    side_by_side,
+    whole,
+)
 
 
 class _Ranks:
-    """So many threads that play ranks: they send, receive and all-reduce, and every byte is counted by rank."""
+    """Threads that play ranks. It counts what each sends, to whom, and keeps; a deadlock is seen without a clock."""
+
+    seconds = 20.0
 
     def __init__(self, count: int):
-        self.count = count
-        self.sent = [0] * count
-        self.reduced: list[list[int]] = [[] for _ in range(count)]
-        self._mail: dict[tuple[int, int], queue.Queue] = {}
-        self._given: dict[int, torch.Tensor] = {}
-        self._barrier = threading.Barrier(count, timeout=_PATIENCE)
-        self._failed = threading.Event()
+        self.count, self.sent, self.reduced = count, [0] * count, [[] for _ in range(count)]
+        self.neighbours: list[set[int]] = [set() for _ in range(count)]
+        self.alive, self.most_alive = [0] * count, [0] * count
+        self._boxes = collections.defaultdict(collections.deque)
+        self._rounds: list[dict[int, torch.Tensor]] = []
+        self._waiting: dict[int, Callable[[], bool]] = {}
+        self._ended, self._turn = 0, threading.Condition(threading.RLock())
 
     def run(self, work: Callable[[int], object]) -> list:
-        """What `work(rank)` returns on each rank. Raises the first error of a rank, and ends the others."""
-        results: list = [None] * self.count
-        errors: list[Exception] = []
+        """What `work(rank)` returns on each rank. The first error of a rank ends the others."""
 
-        def play(rank: int) -> None:
-            try:
-                results[rank] = work(rank)
-            except Exception as error:
-                errors.append(error)
-                self._failed.set()
-                self._barrier.abort()
+        def play(rank: int) -> object:
+            result = work(rank)
+            with self._turn:
+                self._ended += 1
+                self._turn.notify_all()
+            return result
 
-        threads = [threading.Thread(target=play, args=(rank,), daemon=True) for rank in range(self.count)]
-        for thread in threads:
-            thread.start()
-        deadline = time.monotonic() + 4 * _PATIENCE
-        for thread in threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
-        expect(
-            not any(t.is_alive() for t in threads), f"Your code has not ended on {self.count} ranks. Does it loop?"
-        )
-        if errors:
-            raise errors[0]  # the others, if any, waited in vain for the rank that failed
-        return results
+        return side_by_side(*(functools.partial(play, rank) for rank in range(self.count)), seconds=self.seconds)
 
-    def send(self, rank: int, tensor: torch.Tensor, to: int) -> None:
-        expect(
-            isinstance(to, int) and 0 <= to < self.count and to != rank,
-            f"On {self.count} ranks, rank {rank} sends to rank {to}. Take neighbours modulo world_size.",
-        )
-        self.sent[rank] += tensor.nbytes
-        self._box(rank, to).put(tensor.detach().clone())
+    def send(self, rank: int, chunk: torch.Tensor, to: int) -> None:
+        to = self._other(rank, chunk, to, "sends to")
+        here = f"On {self.count} ranks, rank {rank} sends numbers of type {chunk.dtype}"
+        expect(chunk.dtype == torch.float32, f"{here}; the tensor's are torch.float32. The sums would be rounded.")
+        with self._turn:
+            self.sent[rank] += chunk.nbytes
+            self.neighbours[rank].add(to)
+            self._boxes[rank, to].append(chunk.detach().clone())
+            self._turn.notify_all()
 
     def receive(self, rank: int, like: torch.Tensor, source: int) -> torch.Tensor:
-        deadline = time.monotonic() + _PATIENCE
-        while True:
-            try:
-                arrived = self._box(source, rank).get(timeout=0.02)
-                break
-            except queue.Empty:
-                if self._failed.is_set() or time.monotonic() > deadline:
-                    raise NotYetError(
-                        f"On {self.count} ranks, rank {rank} waits for rank {source}, and nothing comes. "
-                        "Who sends to it, and does everybody send before it receives?"
-                    ) from None
+        source = self._other(rank, like, source, "receives from")
+        box, here = self._boxes[source, rank], f"On {self.count} ranks, rank {rank}"
+        why = "Who sends to it, and does everybody send before it receives?"
+        self._wait(rank, lambda: len(box) > 0, f"{here} waits for rank {source}, and nothing comes. {why}")
+        arrived = box.popleft()
         expect(
             arrived.shape == like.shape,
-            f"On {self.count} ranks, rank {rank} expects {like.numel()} numbers from rank {source} and gets "
-            f"{arrived.numel()}. In step s the chunk that leaves is rank - s, the one that arrives rank - s - 1, "
-            "both modulo world_size.",
+            f"{here} expects {like.numel()} numbers from rank {source} and gets {arrived.numel()}. In step s the "
+            "chunk that leaves is rank - s, the one that arrives rank - s - 1, both modulo world_size.",
         )
+        self._keep(rank, arrived.numel())
+        weakref.finalize(arrived, self._keep, rank, -arrived.numel()).atexit = False
         return arrived
 
-    def all_reduce(self, rank: int, tensor: torch.Tensor) -> torch.Tensor:
-        self.reduced[rank].append(tensor.nbytes)
-        self._given[rank] = tensor.detach().clone()
-        try:
-            self._barrier.wait()
-            total = sum(self._given[r] for r in range(self.count))
-            self._barrier.wait()
-        except threading.BrokenBarrierError:
-            raise NotYetError("One rank waits in all_reduce for others that do not call it.") from None
-        return total
+    def _other(self, rank: int, tensor: object, other: object, verb: str) -> int:
+        here = f"On {self.count} ranks, rank {rank} {verb}"
+        expect(isinstance(tensor, torch.Tensor), f"{here} a rank, but gives a {type(tensor).__name__}, not a tensor.")
+        other = whole(other, f"{here} a rank that")
+        expect(0 <= other < self.count and other != rank, f"{here} rank {other}. Take neighbours modulo world_size.")
+        return other
 
-    def _box(self, source: int, to: int) -> queue.Queue:
-        return self._mail.setdefault((source, to), queue.Queue())
+    def all_reduce(self, rank: int, tensor: torch.Tensor) -> torch.Tensor:
+        with self._turn:
+            number = len(self.reduced[rank])
+            self.reduced[rank].append(tensor.nbytes)
+            self._rounds += [{} for _ in range(number + 1 - len(self._rounds))]
+            given = self._rounds[number]
+            given[rank] = tensor.detach().clone()
+        hint = "One rank waits in all_reduce for others that do not call it."
+        self._wait(rank, lambda: len(given) == self.count, hint)
+        expect(len({t.shape for t in given.values()}) == 1, "The ranks all_reduce tensors of different shapes.")
+        return sum(given[r] for r in range(self.count))
+
+    def _keep(self, rank: int, numbers: int) -> None:
+        self.alive[rank] += numbers
+        self.most_alive[rank] = max(self.most_alive[rank], self.alive[rank])
+
+    def _wait(self, rank: int, ready: Callable[[], bool], hint: str) -> None:
+        """Wait until `ready()`; fail with the hint once nobody is left who could change that."""
+        with self._turn:
+            self._waiting[rank] = ready
+            self._turn.notify_all()
+            while not ready():
+                everybody = len(self._waiting) + self._ended == self.count
+                expect(not everybody or any(other() for other in self._waiting.values()), hint)
+                self._turn.wait(0.05)
+            del self._waiting[rank]
+
+
+def _expect_one_neighbour(world: _Ranks) -> None:
+    for rank, to in enumerate(world.neighbours):
+        here = f"The results are right, but this is no ring: of {world.count} ranks, rank {rank} sends to ranks"
+        expect(len(to) <= 1, f"{here} {' and '.join(map(str, sorted(to)))}. Each sends to one neighbour only.")
 
 
 # --- Task 1 ---------------------------------------------------------------------------------------------------------
@@ -111,97 +129,81 @@ class _Ranks:
 
 @check("Task 1, a ring all-reduce")
 def ring_all_reduce(answer: Callable) -> None:
-    for ranks, size in ((2, 8), (3, 12), (5, 40), (2, 7), (3, 10), (1, 4)):
+    for ranks, size in ((2, 8), (3, 12), (5, 40), (2, 7), (3, 10), (1, 4), (4, 6), (4, 3)):
         torch.manual_seed(ranks + size)
-        inputs = torch.randint(-9, 10, (ranks, size)).float()  # small whole numbers: sums without rounding
-        tensors = list(inputs.clone())
-        world = _Ranks(ranks)
+        inputs = torch.randint(-(2**16), 2**16, (ranks, size)).float()  # whole numbers: sums without rounding
+        tensors, world = list(inputs.clone()), _Ranks(ranks)
 
         def work(rank: int, world=world, tensors=tensors) -> object:
-            def send(tensor, to):
-                world.send(rank, tensor, to)
+            talk = (functools.partial(world.send, rank), functools.partial(world.receive, rank))
+            return answer(tensors[rank], rank, world.count, *talk)
 
-            def receive(like, source):
-                return world.receive(rank, like, source)
-
-            return answer(tensors[rank], rank, world.count, send, receive)
-
-        world.run(work)
-        _judge_sum(tensors, inputs)
+        try:
+            returned = world.run(work)
+        except IndexError:
+            expect(
+                size >= 2 * ranks,
+                f"{size} numbers on {ranks} ranks end in an IndexError. `tensor_split({ranks})` always gives {ranks} "
+                "chunks, some of them empty if need be; `chunk` and `split` may give fewer.",
+            )
+            raise
+        _judge_sum(tensors, inputs, returned)
         _judge_bytes(world.sent, ranks, size)
+        _expect_one_neighbour(world)
 
 
-def _judge_sum(tensors: list[torch.Tensor], inputs: torch.Tensor) -> None:
+def _judge_sum(tensors: Sequence[torch.Tensor], inputs: torch.Tensor, returned: Sequence[object] = ()) -> None:
     ranks, size = inputs.shape
-    total, here = inputs.sum(0), f"On {ranks} ranks with {size} numbers"
+    total = inputs.sum(0)
     if all(torch.equal(tensor, total) for tensor in tensors):
         return
-    if all(torch.equal(tensor * ranks, total) for tensor in tensors):
-        raise NotYetError(f"{here}, you return the mean. An all-reduce sums; who wants the mean divides afterwards.")
     complete = [int((tensor == total).sum()) for tensor in tensors]
-    expect(
-        max(complete) > 0,
-        f"{here}, no rank holds a finished sum. Do you write into the tensor? A part from `tensor_split` is a "
-        "view, so `chunk.add_(..)` changes the tensor, and `chunk = chunk + ..` does not.",
-    )
     least = complete.index(min(complete))
-    raise NotYetError(
-        f"{here}, rank {least} holds the sum at {complete[least]} of {size} places. After world_size - 1 steps each "
-        "rank has one finished chunk; in the steps after that, finished chunks are copied, not added."
+    handed_back = all(isinstance(r, torch.Tensor) and torch.equal(r, total) for r in returned or [None])
+    hints = {
+        "you return the sum: write it into the tensor that was given, with `copy_` or `+=`.": handed_back,
+        "you make the mean. An all-reduce sums; who wants the mean divides afterwards.": close(
+            [tensor * ranks for tensor in tensors], [total] * ranks
+        ),
+        _NOWHERE: max(complete) == 0,
+    }
+    finished = (
+        f"rank {least} holds the sum at {complete[least]} of {size} places. After world_size - 1 steps each rank has "
+        "one finished chunk; in the steps after that, finished chunks are copied, not added."
     )
+    fail(f"On {ranks} ranks with {size} numbers, {diagnose(tensors, hints, otherwise=finished)}")
 
 
-def _judge_bytes(sent: list[int], ranks: int, size: int) -> None:
-    whole, chunk = 4 * size, 4 * math.ceil(size / ranks)
-    allowed = 2 * (ranks - 1) * chunk
-    here = f"On {ranks} ranks the sums are right, but a rank sends {max(sent)} bytes for a tensor of {whole}"
-    hint = "Cut the tensor into world_size chunks and send one chunk in each of 2 (world_size - 1) steps."
-    if max(sent) > allowed:
-        every = max(sent) == (ranks - 1) * whole
-        raise NotYetError(f"{here}. {'Everybody sends everything to everybody. ' if every else ''}{hint}")
+_NOWHERE = (
+    "no rank holds a finished sum. Is what `receive` returns written into the tensor? It does not fill its argument. "
+    "A part from `tensor_split` is a view: `chunk.add_(..)` changes the tensor, `chunk = chunk + ..` does not."
+)
+
+
+def _judge_bytes(sent: Sequence[int], ranks: int, size: int) -> None:
+    full, most = 4 * size, max(sent)
+    everybody = "Everybody sends everything to everybody. " * (most == (ranks - 1) * full)
     expect(
-        size % ranks or min(sent) == allowed,
-        f"{here} and another one {min(sent)}: no rank may do more than its share, 2 (N-1)/N of the tensor. {hint}",
+        most <= 2 * (ranks - 1) * 4 * math.ceil(size / ranks),
+        f"On {ranks} ranks the sums are right, but a rank sends {most} bytes for a tensor of {full}. {everybody}Cut "
+        "the tensor into world_size chunks and send one chunk in each of 2 (world_size - 1) steps.",
     )
 
 
 # --- Task 2 ---------------------------------------------------------------------------------------------------------
 
+_ELSEWHERE = 100.0  # the gradient that another use of x gives it
+
 
 @check("Task 2, a column-parallel layer with its backward")
 def column_linear(answer: Callable) -> None:
-    for ranks, (rows, width, features) in ((2, (5, 6, 8)), (3, (4, 5, 9)), (4, (2, 3, 4))):
+    for ranks, (rows, width, features) in ((2, (5, 6, 8)), (3, (4, 5, 9)), (4, (2, 3, 4)), (3, (6, 6, 18))):
         torch.manual_seed(ranks)
-        x, weight = torch.randn(rows, width), torch.randn(features, width)
-        gradient = torch.randn(rows, features)  # of the loss, with respect to the layer's whole output
+        x, weight, gradient = torch.randn(rows, width), torch.randn(features, width), torch.randn(rows, features)
         world = _Ranks(ranks)
-
-        def work(rank: int, world=world, x=x, weight=weight, gradient=gradient) -> tuple:
-            ranks = world.count
-            own_x = x.clone().requires_grad_()
-            share = weight.chunk(ranks, dim=0)[rank].clone().requires_grad_()
-            out = answer(own_x, share, lambda tensor: world.all_reduce(rank, tensor))
-            forward = len(world.reduced[rank])
-            expect(
-                isinstance(out, torch.Tensor), f"Return this rank's share of the output, not {type(out).__name__}."
-            )
-            wanted = x @ weight.chunk(ranks, dim=0)[rank].T
-            expect(
-                out.shape == wanted.shape,
-                f"On {ranks} ranks the output has shape {tuple(out.shape)}; a share of {tuple(share.shape)} makes "
-                f"{tuple(wanted.shape)}: all rows, this rank's features.",
-            )
-            expect(
-                forward == 0,
-                f"You call all_reduce {forward} time(s) in forward. Each rank's columns are finished as they are.",
-            )
-            expect(torch.allclose(out, wanted, atol=1e-5), "The output is not x @ share.T.")
-            expect(out.requires_grad, "The output has no gradient: return what your autograd function's apply gives.")
-            out.backward(gradient.chunk(ranks, dim=1)[rank])
-            return own_x.grad, share.grad
-
-        for rank, (x_grad, share_grad) in enumerate(world.run(work)):
-            _judge_gradients(x_grad, share_grad, rank, ranks, x, weight, gradient)
+        found = world.run(functools.partial(_use_column, answer, world, x, weight, gradient))
+        for rank, (x_grad, share_grad) in enumerate(found):
+            _judge_gradients(x_grad, share_grad, rank, ranks, x, weight, gradient, reduced=bool(world.reduced[rank]))
             calls = world.reduced[rank]
             expect(
                 calls == [x.nbytes],
@@ -210,68 +212,125 @@ def column_linear(answer: Callable) -> None:
             )
 
 
-def _judge_gradients(x_grad, share_grad, rank, ranks, x, weight, gradient) -> None:
-    parts = [g @ w for g, w in zip(gradient.chunk(ranks, dim=1), weight.chunk(ranks, dim=0), strict=True)]
-    here = f"On {ranks} ranks, the gradient of x"
-    expect(x_grad is not None, "x gets no gradient: backward must return one for each input of forward, in order.")
-    if not torch.allclose(x_grad, sum(parts), atol=1e-4):
-        if torch.allclose(x_grad, parts[rank], atol=1e-4):
-            raise NotYetError(
-                f"{here} is this rank's part only. Every rank used the whole x, so its gradient is the sum of what "
-                "all ranks find: all_reduce it."
-            )
-        if torch.allclose(x_grad * ranks, sum(parts), atol=1e-4):
-            raise NotYetError(
-                f"{here} is the mean over ranks. They share one batch and one loss: sum, do not average."
-            )
-        raise NotYetError(f"{here} is wrong. Each rank's part is grad_output @ share.")
+def _use_column(answer: Callable, world: _Ranks, x, weight, gradient, rank: int) -> tuple:
+    """Forward and backward on one rank, where x is used elsewhere too: the gradients of x and share."""
+    own_x, own = x.clone().requires_grad_(), weight.chunk(world.count)[rank].clone().requires_grad_()
+    out = answer(own_x, own, functools.partial(world.all_reduce, rank))
+    calls, wanted = len(world.reduced[rank]), x @ own.detach().T
+    expect(isinstance(out, torch.Tensor), f"Return this rank's share of the output, not {type(out).__name__}.")
+    unchanged = torch.equal(own_x, x) and torch.equal(own, weight.chunk(world.count)[rank])
+    expect(unchanged, "Your function changes the numbers in x or in share. Others need them: leave them as they are.")
+    expect(
+        out.shape == wanted.shape,
+        f"On {world.count} ranks the output has shape {tuple(out.shape)}; a share of {tuple(own.shape)} makes "
+        f"{tuple(wanted.shape)}: all rows, this rank's features.",
+    )
+    expect(
+        not calls, f"You call all_reduce {calls} time(s) in forward. Each rank's columns are finished as they are."
+    )
+    expect(close(out, wanted), "The output is not x @ share.T.")
+    expect(out.requires_grad, "The output has no gradient: return what your autograd function's apply gives.")
+    try:
+        torch.autograd.backward([out, own_x], [gradient.chunk(world.count, dim=1)[rank].to(out), _ELSEWHERE + 0 * x])
+    except RuntimeError as error:
+        said = str(error).splitlines()[0]
+        order = "Backward must return one gradient for each input of forward, in the same order. PyTorch says:"
+        expect("gradient" not in said, f"{order} {said}")
+        raise
+    return own_x.grad - _ELSEWHERE, own.grad
+
+
+def _judge_gradients(x_grad, share_grad, rank, ranks, x, weight, gradient, reduced=False) -> None:
+    parts = [g @ w for g, w in zip(gradient.chunk(ranks, dim=1), weight.chunk(ranks), strict=True)]
+    own, total = gradient.chunk(ranks, dim=1)[rank].T @ x, sum(parts)
+    near = functools.partial(close, relative=1e-4)
+    if not near(x_grad, total):
+        unused = "is this rank's part only. all_reduce returns the sum; it does not write into its argument."
+        hints = {
+            "is missing: backward must return one for each input of forward, in order.": 0 * x,
+            unused if reduced else _OWN_PART: parts[rank],
+            "is the mean over ranks. They share one batch and one loss: sum, do not average.": total / ranks,
+            "is summed with what x got elsewhere. A hook on x sees all its uses: reduce this layer's part only.": (
+                total + _ELSEWHERE * (ranks - 1)
+            ),
+            "is that of share. Backward returns the gradients in the order of forward's inputs.": own,
+        }
+        why = diagnose(x_grad, hints, "is wrong. Each rank's part is grad @ share.", same=near)
+        fail(f"On {ranks} ranks, the gradient of x {why}")
     expect(share_grad is not None, "The share of the weight gets no gradient: return it as the second one.")
-    wanted = gradient.chunk(ranks, dim=1)[rank].T @ x
-    if not torch.allclose(share_grad, wanted, atol=1e-4):
-        raise NotYetError(
-            "The gradient of the share is wrong: it is grad_output.T @ x, of the share's shape, and belongs to this "
-            "rank alone: it is not summed over ranks."
-        )
+    expect(
+        near(share_grad, own),
+        "The gradient of the share is wrong: it is grad.T @ x, of the share's shape, and belongs to this rank alone: "
+        "it is not summed over ranks.",
+    )
+
+
+_OWN_PART = (
+    "is this rank's part only. Every rank used the whole x, so its gradient is the sum of what all ranks find: "
+    "all_reduce it."
+)
 
 
 # --- Tasks 1 and 2 on real processes --------------------------------------------------------------------------------
 
 
-@check("Tasks 1 and 2, on real processes")
+@check("Tasks 1 and 2, on real processes", seconds=300)
 def processes(ring: Callable, column: Callable) -> None:
     """Run the two answers on two and on three processes, and compare sums, gradients and bytes."""
-    sources = {name: textwrap.dedent(inspect.getsource(f)) for name, f in (("ring", ring), ("column", column))}
-    if any("raise NotImplementedError" in source for source in sources.values()):
-        raise NotImplementedError
-    names = {"ring": ring.__name__, "column": column.__name__}
-    with tempfile.TemporaryDirectory(prefix="speedlab-") as folder:
-        path = Path(folder, "answers.json")
-        path.write_text(json.dumps({"sources": sources, "names": names}), encoding="utf-8")
-        try:
-            launched = launch.run(_RANKS, 3, path, timeout=100)
-        except launch.LaunchError as error:
-            lines = [line for line in str(error).splitlines() if "Error" in line and "LaunchError" not in line]
-            raise NotYetError(
-                f"It fails there: {lines[0] if lines else str(error).splitlines()[0]}. Your functions run "
-                "there by themselves, with `torch` only: import what else they need inside them."
-            ) from None
+    reports = on_ranks(_on_a_rank, 3, ring, column)
     for ranks in (2, 3):
-        reports = [json.loads(text)[str(ranks)] for text in launched.outputs[:ranks]]
-        torch.manual_seed(ranks)
-        inputs = torch.randint(-9, 10, (ranks, 12)).float()
-        _judge_sum([torch.tensor(report["sum"]) for report in reports], inputs)
-        _judge_bytes([report["sent"] for report in reports], ranks, 12)
-        x, weight, gradient = torch.randn(4, 6), torch.randn(6, 6), torch.randn(4, 6)
-        for rank, report in enumerate(reports):
-            grads = torch.tensor(report["x_grad"]), torch.tensor(report["share_grad"])
+        found = [report[str(ranks)] for report in reports[:ranks]]
+        inputs, x, weight, gradient = _drawn(ranks)
+        _judge_sum([torch.tensor(report["sum"]) for report in found], inputs)
+        _judge_bytes([report["sent"] for report in found], ranks, inputs.shape[1])
+        for rank, report in enumerate(found):
+            grads = [torch.tensor(report[name] or 0.0) for name in ("x_grad", "share_grad")]
             _judge_gradients(*grads, rank, ranks, x, weight, gradient)
-            wanted = F.linear(x, weight.chunk(ranks, dim=0)[rank])
-            expect(torch.allclose(torch.tensor(report["out"]), wanted, atol=1e-5), "The output is not x @ share.T.")
+            expect(close(report["out"], (x @ weight.chunk(ranks)[rank].T).tolist()), "The output is not x @ share.T.")
+
+
+def _drawn(ranks: int) -> tuple[torch.Tensor, ...]:
+    """The ring's vectors, then the layer's x, weight and gradient of its output."""
+    torch.manual_seed(ranks)
+    return torch.randint(-9, 10, (ranks, 12)).float(), torch.randn(4, 6), torch.randn(6, 6), torch.randn(4, 6)
+
+
+def _on_a_rank(rank: int, ring: Callable, column: Callable) -> dict[int, dict]:
+    """What each process does, first in a group of two, then of three: the results and the bytes sent, by size."""
+    groups, report = {2: dist.new_group([0, 1]), 3: None}, {}
+    for ranks in (2, 3) if rank < 2 else (3,):
+        requests, sent = [], []
+
+        def send(chunk, to, requests=requests, sent=sent):
+            sent.append(chunk.nbytes)
+            message = chunk.detach().clone()
+            requests.append((dist.isend(message, to), message))  # the message must live until it has left
+
+        def receive(like, source):
+            buffer = torch.empty_like(like, memory_format=torch.contiguous_format)
+            dist.recv(buffer, source)
+            return buffer
+
+        def all_reduce(tensor, group=groups[ranks]):
+            total = tensor.detach().clone()
+            dist.all_reduce(total, group=group)
+            return total
+
+        inputs, x, weight, gradient = _drawn(ranks)
+        tensor, share = inputs[rank].clone(), weight.chunk(ranks)[rank].clone().requires_grad_()
+        ring(tensor, rank, ranks, send, receive)
+        for request, _ in requests:
+            request.wait()
+        out = column(x.requires_grad_(), share, all_reduce)
+        out.backward(gradient.chunk(ranks, dim=1)[rank])
+        report[ranks] = {"sum": tensor, "sent": sum(sent), "out": out, "x_grad": x.grad, "share_grad": share.grad}
+    return report
 
 
 # --- Tasks 3 and 4 --------------------------------------------------------------------------------------------------
 
 
+@functools.cache
 def _idle_share(stages: int, micro_batches: int) -> float:
     """The bubble of GPipe, found by playing the schedule: forwards take 1, backwards 2."""
     done: dict[tuple[str, int, int], int] = {}
@@ -286,82 +345,177 @@ def _idle_share(stages: int, micro_batches: int) -> float:
     return 1 - 3 * micro_batches / max(free)
 
 
-def _as_number(value: object, what: str) -> float:
-    expect(value is not None, f"{what} came back as None. Does your function return its result?")
-    number = isinstance(value, int | float) or hasattr(value, "__float__")
-    expect(number and not isinstance(value, bool), f"{what} must be a number, not {type(value).__name__}.")
-    return float(value)
-
-
 @check("Task 3, the bubble")
 def bubble(answer: Callable[[int, int], float]) -> None:
-    for p, m in ((1, 4), (2, 1), (4, 4), (3, 8), (8, 5), (16, 64)):
-        got, wanted = _as_number(answer(p, m), "The bubble"), _idle_share(p, m)
-        if not math.isclose(got, wanted, abs_tol=1e-9):
-            raise NotYetError(
-                f"{p} stages and {m} micro-batches, played step by step: {wanted:.4f} of the time is idle; you say "
-                f"{got:.4f}. {_why_not_the_bubble(got, wanted, p, m)}"
+    cases = [
+        (1, 4),
+        (2, 1),
+        (4, 4),
+        (3, 8),
+        (8, 5),
+        (16, 64),
+        *((p, m) for p in range(1, 8) for m in range(1, 12, 2)),
+    ]
+    for p, m in cases:
+        got, wanted = number(ask(answer, p, m), "The bubble"), _idle_share(p, m)
+        if not close(got, wanted):
+            said, played = apart(got, wanted, style="f")
+            hints = {
+                "That is in percent: return a share from 0 to 1.": 100 * wanted,
+                "That is the share in which they work.": 1 - wanted,
+                "That compares the waiting with the work. Compare it with the whole step.": (p - 1) / m,
+                "A single stage never waits: how many must a micro-batch pass before the last one?": p / (m + p - 1),
+                "A stage works in m slots and waits in p - 1: how many are there in all?": (p - 1) / (m + p),
+                "That is rounded: return the number as it comes.": abs(got - wanted) < 5e-3,
+            }
+            slots = "Count slots: a stage works in m of them, and waits while the first one comes through the others."
+            why = diagnose(got, hints, otherwise=slots)
+            fail(
+                f"{p} stages, {m} micro-batches, played step by step: {played} of the time is idle, not {said}. {why}"
             )
-
-
-def _why_not_the_bubble(got: float, wanted: float, p: int, m: int) -> str:
-    if math.isclose(got, 1 - wanted, abs_tol=1e-9):
-        return "That is the share in which they work."
-    if math.isclose(got, (p - 1) / m, abs_tol=1e-9):
-        return "That compares the waiting with the work. Compare it with the whole step, work and waiting."
-    if math.isclose(got, p / (m + p - 1), abs_tol=1e-9):
-        return "A single stage never waits: how many stages must a micro-batch pass before the last one can begin?"
-    if math.isclose(got, (p - 1) / (m + p), abs_tol=1e-9):
-        return "A stage works in m slots and waits in p - 1: how many are there in all?"
-    return "Count slots: a stage works in m of them, and waits while the first micro-batch comes through the others."
 
 
 @check("Task 4, how many micro-batches")
 def enough(answer: Callable[[int, float], int]) -> None:
-    for p, limit in ((4, 0.1), (2, 0.5), (8, 0.05), (1, 0.1), (3, 0.3), (16, 0.2)):
-        got = _as_number(answer(p, limit), "The number of micro-batches")
-        here = f"For {p} stages and a bubble of at most {limit:g}"
-        expect(
-            got == int(got) and got >= 1, f"{here} you return {got:g}: a whole number of micro-batches, at least 1."
-        )
-        found = _idle_share(p, int(got))
-        expect(found <= limit + 1e-9, f"{here}, {got:g} micro-batches are too few: the bubble is {found:.4f}.")
-        fewer = _idle_share(p, int(got) - 1) if got > 1 else 1.0
-        expect(
-            fewer > limit + 1e-9,
-            f"{here}, {got:g} micro-batches are more than you need: {got - 1:g} give {fewer:.4f}. Mind "
-            "floating-point numbers: (p - 1) (1 - limit) / limit may come out a hair above a whole number.",
-        )
+    # where a formula in floating point goes wrong, and where rounding to the nearest does; then all sorts
+    cases = [(4, 0.1), (4, 0.2), (7, 0.2), (10, 0.9), (3, 0.45), (3, 0.3), (2, 0.5), (1, 0.1), (8, 0.05), (16, 0.2)]
+    cases += [(p, limit) for p in (2, 3, 5, 6, 9, 13) for limit in (0.04, 0.15, 0.25, 0.35, 0.6, 0.8)]
+    for p, limit in cases:
+        exact = Fraction(str(limit))
+        solved = (p - 1) * (1 - exact) / exact
+        wanted, here = max(1, math.ceil(solved)), f"For {p} stages and a bubble of at most {limit:g}"
+        got = whole(ask(answer, p, limit), f"{here}: the number of micro-batches", least=1, most=10_000)
+        expect(got >= wanted, f"{here}, {got} micro-batches are too few: the bubble is {_idle_share(p, got):.4f}.")
+        if got > wanted:
+            rounding = (
+                "By hand (p - 1) (1 - limit) / limit is a whole number here; in floating point your formula comes "
+                "out a hair above it and is rounded up."
+            )
+            hints = {
+                rounding: got == wanted + 1 and solved.denominator == 1,
+                "How many stages must a micro-batch pass before the last one: p, or fewer?": math.ceil(
+                    p * (1 - exact) / exact
+                ),
+            }
+            few = f"{wanted} give a bubble of {_idle_share(p, wanted):.4f}"
+            fail(f"{here}, {got} micro-batches are more than you need: {few}. {diagnose(got, hints)}")
 
 
 # --- Task 5 ---------------------------------------------------------------------------------------------------------
 
-OPTIONS = ("one GPU", "data", "ZeRO-3", "tensor", "pipeline", "sequence", "mend first")
-_RIGHT = {
-    "hungry": "mend first",
-    "full": "ZeRO-3",
-    "long": "sequence",
-    "thin cable": "pipeline",
-    "spare": "one GPU",
-}
-_REASONS = {
-    "hungry": "The GPUs wait for the data loader; eight of them would wait eight times as hard. No split mends that.",
-    "full": "State that is the same on eight ranks is what ran out of room. Cut it over the data-parallel ranks: the "
-    "network inside a machine can take it, and the layers stay whole.",
-    "long": "There is one sequence, so there is no batch to cut, and its activations are what does not fit. Only one "
-    "kind cuts the tokens.",
-    "thin cable": "Count bytes at 1 GB/s. Gathering 13 B weights in 16 bits takes 26 s, each time; an all-reduce in "
-    "every layer is worse. What crosses the border between two stages is one layer's output.",
-    "spare": "The measurement has decided: two GPUs over this cable are slower than one.",
-}
+
+class _Largest(TorchDispatchMode):
+    """The most numbers in one tensor that is made."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        made = out if isinstance(out, tuple | list) else [out]
+        self.numbers = max([self.numbers, *(t.numel() for t in made if isinstance(t, torch.Tensor))])
+        return out
 
 
-@check("Task 5, overrule the chooser")
-def overrule(answer: Callable[[], dict[str, str]]) -> None:
-    chosen = answer()
-    expect(isinstance(chosen, dict), f"Return a dictionary from case to plan, not {type(chosen).__name__}.")
-    for name, right in _RIGHT.items():
-        expect(name in chosen, f"There is no plan for {name!r} yet. Give one for each of {', '.join(_RIGHT)}.")
-        got = chosen[name]
-        expect(got in OPTIONS, f"{got!r} is none of the options: {', '.join(OPTIONS)}.")
-        expect(got == right, f"{name}: not {got}. {_REASONS[name]}")
+@check("Task 5, attention over a ring")
+def ring_attention(answer: Callable) -> None:
+    for ranks, tokens, width, sharpness in ((1, 5, 4, 1), (3, 4, 8, 1), (5, 8, 8, 1), (4, 6, 4, 40), (2, 7, 3, 1)):
+        torch.manual_seed(ranks)
+        q, k, v = torch.randn(3, ranks, tokens, width)
+        q, k = sharpness * q, k * torch.linspace(0.5, 2, ranks)[:, None, None]
+        world, largest = _Ranks(ranks), [0] * ranks
+
+        def work(rank: int, world=world, q=q, k=k, v=v, largest=largest) -> torch.Tensor:
+            given = [tensor[rank].clone() for tensor in (q, k, v)]
+            talk = (functools.partial(world.send, rank), functools.partial(world.receive, rank))
+            with _Largest() as seen:
+                out = answer(*given, rank, world.count, *talk)
+            largest[rank] = seen.numbers
+            same = all(torch.equal(now, was[rank]) for now, was in zip(given, (q, k, v), strict=True))
+            expect(same, "Your function changes q, k or v in place. They are needed in backward: leave them alone.")
+            return out
+
+        for rank, out in enumerate(world.run(work)):
+            _judge_attention(out, rank, q, k, v)
+        here, block, table = f"On {ranks} ranks the output is right, but", 4 * tokens * width, 4 * tokens * tokens
+        most, kept, sent = 4 * max(largest), 4 * max(world.most_alive), max(world.sent)
+        sizes = f"A block of keys has {block}, its scores have {table}"
+        expect(
+            most <= 2 * max(block, table) or ranks < 3,
+            f"{here} a rank makes a tensor of {most} bytes. {sizes}: take one block at a time, and join no blocks.",
+        )
+        expect(
+            kept <= 4 * block,
+            f"{here} a rank holds {kept} bytes of other ranks' keys and values at once. {sizes}: let go of a "
+            "block when you have used it and passed it on.",
+        )
+        enough = 2 * block * (ranks - 1)
+        expect(
+            sent <= enough,
+            f"{here} a rank sends {sent} bytes; {enough} are enough: keys and values, world_size - 1 times. When the "
+            "last block has come, nobody waits for another.",
+        )
+        _expect_one_neighbour(world)
+
+
+def _judge_attention(out: object, rank: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    ranks, tokens, width = q.shape
+    here = f"On {ranks} ranks, rank {rank}"
+    expect(isinstance(out, torch.Tensor), f"{here}: return this rank's rows of the output, not {type(out).__name__}.")
+    expect(out.shape == (tokens, width), f"{here}: {tuple(out.shape)} is not the shape of its queries' outputs.")
+    orders = [[(rank + turn * step) % ranks for step in range(ranks)] for turn in (-1, 1)]
+
+    def gives(*faults: str) -> bool:
+        return any(close(out, _attention(q[rank], k[o], v[o], f), relative=1e-4) for o in orders for f in faults)
+
+    if gives(""):
+        return
+    hints = {
+        "it holds inf or nan: exp overflows. Subtract the largest score so far first.": not out.isfinite()
+        .all()
+        .item(),
+        "it sees this rank's keys only. The others come round the ring, in world_size - 1 steps.": gives("own"),
+        "one block of keys is missing: with your own there are world_size of them.": gives("one missing"),
+        "the scores are not divided by the root of the width.": gives("unscaled"),
+        "it is the mean of a softmax for each block. Add up the denominators too, and divide once.": gives("mean"),
+        "it is a sum that nobody has divided by the denominator.": gives("undivided"),
+        "when a larger score comes, rescale output and denominator by exp(old - new).": gives("kept", "out", "total"),
+    }
+    compare = "Compare it with softmax(q @ all_keys.T / width ** 0.5) @ all_values."
+    fail(f"{here} has a wrong output: {diagnose(out, hints, otherwise=compare)}")
+
+
+def _attention(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, fault: str = "") -> torch.Tensor:
+    """Attention of q (T, D) over blocks (N, T, D) in the order they come, or the same with a well-known fault."""
+    q, keys, values = (t.double() for t in (q, keys, values))
+    blocks = {"own": 1, "one missing": len(keys) - 1}.get(fault, len(keys))
+    out, total = torch.zeros_like(q), torch.zeros(len(q), 1).double()
+    highest, softmaxes = torch.full_like(total, -math.inf), []
+    for k, v in zip(keys[:blocks], values[:blocks], strict=True):
+        scores = q @ k.T / (1 if fault == "unscaled" else q.shape[-1] ** 0.5)
+        softmaxes.append(scores.softmax(-1) @ v)
+        higher = torch.maximum(highest, scores.amax(-1, keepdim=True))
+        weights, keep = (scores - higher).exp(), (highest - higher).exp()
+        out = out * (1 if fault in ("kept", "out") else keep) + weights @ v
+        total = total * (1 if fault in ("kept", "total") else keep) + weights.sum(1, True)
+        highest = higher
+    if fault == "mean":
+        return sum(softmaxes) / len(keys)
+    return out if fault == "undivided" else out / total
+
+
+# --- Task 6 ---------------------------------------------------------------------------------------------------------
+
+overrule = choices(
+    "Task 6, overrule the chooser",
+    {"starved": "fix first", "full": "ZeRO-3", "long": "sequence", "slow network": "pipeline", "spare": "one GPU"},
+    ("one GPU", "data", "ZeRO-3", "tensor", "pipeline", "sequence", "fix first"),
+    {
+        "starved": "The GPUs wait for the data loader; eight would wait eight times as hard, however they split.",
+        "full": "State that is the same on eight ranks ran out of room. Divide it among the data-parallel ranks: the "
+        "network inside a machine can take it, and the layers stay whole.",
+        "long": "There is no batch to split, and one sequence's activations do not fit. Which kind splits tokens?",
+        "slow network": "Count bytes at 1 GB/s. Gathering 13 B weights in 16 bits takes 26 s, each time; an "
+        "all-reduce in every layer is worse. What travels between two stages is one layer's output.",
+        "spare": "The measurement has decided: two GPUs over this network are slower than one.",
+    },
+)

@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from speedlab import data, machine
+from speedlab import machine
+from speedlab.data import download
 
 CHECKPOINTS = Path(__file__).parent / "checkpoints"
 _HUB_DISTILBERT = "distilbert-base-uncased"
@@ -38,7 +39,7 @@ def vit(size: str | None = None, *, pretrained: bool = True, num_classes: int = 
         url = ViT_B_16_Weights.IMAGENET1K_V1.url
         try:
             state = torch.hub.load_state_dict_from_url(
-                url, model_dir=data.folder(), check_hash=True, map_location="cpu", weights_only=True
+                url, model_dir=download.folder(), check_hash=True, map_location="cpu", weights_only=True
             )
         except OSError as error:
             raise OSError(_missing("the ImageNet weights of ViT-B/16", Path(url).name, url, error)) from error
@@ -82,7 +83,7 @@ def _size(size: str | None) -> str:
 def _distilbert_place(size: str | None) -> str:
     if _size(size) == "small":
         return str(CHECKPOINTS / "distilbert-small")
-    local = data.folder() / _HUB_DISTILBERT
+    local = download.folder() / _HUB_DISTILBERT
     return str(local) if local.is_dir() else _HUB_DISTILBERT
 
 
@@ -106,7 +107,7 @@ def _from_hub(loader: type, place: str, **options):
 def _missing(what: str, name: str, url: str, error: Exception) -> str:
     reason = str(error).splitlines()[0]
     return (
-        f"{what} could not be loaded ({reason}). Put {name} from {url} into {data.folder()}, or go online. "
+        f"{what} could not be loaded ({reason}). Put {name} from {url} into {download.folder()}, or go online. "
         "SPEEDLAB_SCALE=quick needs no download."
     )
 

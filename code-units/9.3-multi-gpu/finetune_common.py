@@ -10,16 +10,16 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from speedlab import data, machine, models
+from speedlab import data, machine
 
 Row = tuple[str, torch.Tensor]
 
 
 def parse(argv: list[str], description: str) -> argparse.Namespace:
+    """The options of a script. Any number of processes will do that the batch is a multiple of."""
     full = machine.scale() == "full"
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--batch", type=int, default=32 if full else 16, help="reviews a step, over all processes")
-    parser.add_argument("--accumulate", type=int, default=1, help="micro-batches a step")
+    parser.add_argument("--batch", type=int, default=32 if full else 16, help="reviews per step, over all processes")
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--rows", type=int, default=10**6 if full else 160, help="train on the first so many reviews")
     parser.add_argument("--lr", type=float, default=3e-5 if full else 5e-4)
@@ -28,18 +28,23 @@ def parse(argv: list[str], description: str) -> argparse.Namespace:
     parser.add_argument("--random-init", action="store_true", help="random weights, which need no download")
     parser.add_argument("--save", default="", help="a folder for the trained weights")
     args = parser.parse_args(argv)
-    if min(args.batch, args.accumulate, args.epochs, args.rows) < 1:
-        parser.error("batch, accumulate, epochs and rows must be 1 or more")
-    shares = int(os.environ.get("WORLD_SIZE", 1)) * args.accumulate
-    if args.batch % shares:
-        parser.error(f"a batch of {args.batch} has no {shares} equal shares; take a multiple of {shares}")
-    if args.rows < shares:
-        parser.error(f"{args.rows} reviews are too few for {shares} shares; take fewer processes, or more reviews")
+    if min(args.batch, args.epochs, args.rows) < 1:
+        parser.error("batch, epochs and rows must be 1 or more")
+    processes = int(os.environ.get("WORLD_SIZE", 1))
+    if args.batch % processes:
+        parser.error(f"a batch of {args.batch} has no {processes} equal shares; take a multiple of {processes}")
+    if args.rows < args.batch:
+        parser.error(f"{args.rows} reviews do not fill a batch of {args.batch}; take a smaller batch")
     return args
 
 
-def reviews(rows: int) -> tuple[list[Row], list[Row], Callable]:
-    """The first so many reviews to train on, a few hundred held out, and the function that makes a batch of them."""
+def reviews(args: argparse.Namespace) -> tuple[list[Row], list[Row], Callable]:
+    """Reviews to train on, a few hundred held out, and the function that makes a batch of a list of them.
+
+    What does not fill a last batch is left out, so that every step of every number of processes has a whole one.
+    """
+    from speedlab.data import models  # brings transformers, which scripts that only join the group do not need
+
     found, tokenizer = data.reviews(), models.tokenizer()
 
     def collate(chosen: list[Row]) -> dict[str, torch.Tensor]:
@@ -47,8 +52,9 @@ def reviews(rows: int) -> tuple[list[Row], list[Row], Callable]:
         batch = tokenizer(list(texts), padding=True, truncation=True, max_length=256, return_tensors="pt")
         return {**batch, "labels": torch.stack(labels)}  # (B, T), (B, T), (B,)
 
-    train = list(zip(found.train_texts, found.train_labels, strict=True))[:rows]
-    return train, list(zip(found.test_texts, found.test_labels, strict=True))[:301], collate
+    train = list(zip(found.train_texts, found.train_labels, strict=True))[: args.rows]
+    held_out = list(zip(found.test_texts, found.test_labels, strict=True))[:301]
+    return train[: len(train) // args.batch * args.batch], held_out, collate
 
 
 def connect(timeout: float = 300.0) -> tuple[int, int, torch.device]:
@@ -60,7 +66,8 @@ def connect(timeout: float = 300.0) -> tuple[int, int, torch.device]:
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+    own_gpu = device if cuda else None  # NCCL then connects here, not in the first collective
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout), device_id=own_gpu)
     return dist.get_rank(), dist.get_world_size(), device
 
 

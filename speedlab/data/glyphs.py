@@ -19,7 +19,7 @@ FONTS = (
     *("cmr10", "cmb10", "cmss10", "cmti10", "cmtt10"),
 )
 
-CELL = 64  # pixels a side of a rendered glyph, before it is distorted
+CELL = 64  # pixels per side of a rendered glyph, before it is distorted
 CHUNK = 2048  # images distorted at once, so that memory stays small however many are asked for
 
 

@@ -1,6 +1,7 @@
 """What the two notebooks of this unit share: run a script and time its phases, and show how two scripts differ.
 
-As a script it does the same in each of several processes: `python rungs.py 04_fabric-vit-mixed-fsdp.py --epochs=1`.
+As a script it does the same in each of several processes:
+`python run_scripts.py 04_fabric-vit-mixed-fsdp.py --epochs=1`.
 """
 
 import contextlib
@@ -21,7 +22,7 @@ from torch.optim import optimizer as optimizers
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 from torchvision.models import VisionTransformer
 
-from speedlab import launch, machine
+from speedlab import compat, launch, machine
 
 FOLDER = Path(__file__).resolve().parent
 PHASES = ("data", "forward", "backward", "optimizer")
@@ -37,7 +38,7 @@ def run(name: str, *options: object, processes: int = 1, timeout: float = 240.0)
         launched = launch.run(__file__, processes, name, f"--devices={processes}", *options, timeout=timeout)
         return json.loads(launched.outputs[0].splitlines()[-1])
     main = runpy.run_path(str(FOLDER / name))["main"]
-    affordable = contextlib.nullcontext() if machine.is_fast("bf16") else machine.half_products()
+    affordable = compat.half_products(machine.device())
     with affordable, contextlib.redirect_stdout(io.StringIO()), _timed_phases() as spent:
         result = main([str(option) for option in options])
     rest = sum(result["seconds"]) - sum(spent.values())

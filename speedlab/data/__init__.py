@@ -1,37 +1,17 @@
-"""Images and reviews: embedded or generated at `quick`, the real ones at `full`, from the data folder or the network.
+"""Images and reviews: embedded or generated at `quick`, the real ones at `full`, read from the data folder."""
 
-The data folder is the environment variable SPEEDLAB_DATA, else the user's cache folder. A file found there with the
-right checksum is used; a wrong one is named and fetched anew, to a temporary name that is renamed when it is whole.
-"""
-
-import hashlib
 import io
 import os
 import random
-import sys
 import tarfile
-import urllib.request
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset, TensorDataset
 
 from speedlab import machine
-
-_CHUNK = 1 << 20
-_TIMEOUT = 30.0
-
-
-@dataclass(frozen=True)
-class Archive:
-    """A file on the network: its name in the data folder, where it comes from, its SHA-256."""
-
-    name: str
-    url: str
-    sha256: str
-
+from speedlab.data.download import Archive, fetch, folder
 
 # Checksums: as published with Hugging Face's dataset cards and by TensorFlow Datasets for the same files.
 CIFAR10 = Archive(
@@ -49,7 +29,7 @@ IMDB = Archive(
     "https://ai.stanford.edu/~amaas/data/sentiment/aclImdb_v1.tar.gz",
     "c40f74a18d3b61f90feba1e17730e0d38e8b97c05fde7008942e91923d1658fe",
 )
-# Each of Rotten Tomatoes' two files holds this many sentences, one a line.
+# Each of Rotten Tomatoes' two files holds this many sentences, one per line.
 _RT_LINES = 5331
 
 
@@ -74,17 +54,6 @@ class Images:
     num_classes: int
 
 
-def folder() -> Path:
-    """The data folder: SPEEDLAB_DATA, else `speedlab` in the user's cache folder. It need not exist yet."""
-    if chosen := os.environ.get("SPEEDLAB_DATA"):
-        return Path(chosen).expanduser()
-    if sys.platform == "win32":
-        return Path(os.environ.get("LOCALAPPDATA", Path.home() / "AppData/Local")) / "speedlab"
-    if sys.platform == "darwin":
-        return Path.home() / "Library/Caches/speedlab"
-    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "speedlab"
-
-
 def reviews(source: str | None = None, seed: int = 0) -> Reviews:
     """Movie reviews with labels.
 
@@ -95,7 +64,7 @@ def reviews(source: str | None = None, seed: int = 0) -> Reviews:
     fallback = "generated" if machine.scale() == "quick" else "rotten_tomatoes"
     source = source or os.environ.get("SPEEDLAB_REVIEWS") or fallback
     if source == "generated":
-        from speedlab import grammar
+        from speedlab.data import grammar
 
         train, test = grammar.split(2000, 1000, seed)
     elif source == "rotten_tomatoes":
@@ -120,7 +89,7 @@ def images(source: str | None = None, size: int | None = None) -> Images:
     """
     source = source or ("digits" if machine.scale() == "quick" else "cifar10")
     if source == "digits":
-        from speedlab import glyphs
+        from speedlab.data import glyphs
 
         x_train, y_train, x_val, y_val = glyphs.digits()
         return Images(source, TensorDataset(x_train, y_train), TensorDataset(x_val, y_val), 10)
@@ -134,7 +103,7 @@ def images(source: str | None = None, size: int | None = None) -> Images:
 def cifar10_tensors() -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
     """CIFAR-10 as it is stored: uint8 images (N, 3, 32, 32) and labels (N,), of the training and the test part.
 
-    Read from the binary version of the archive, which needs no pickle: a label byte and 3,072 pixels a record.
+    Read from the binary version of the archive, which needs no pickle: a label byte and 3,072 pixels per record.
     """
     parts: dict[str, list[np.ndarray]] = {"train": [], "test": []}
     with tarfile.open(fetch(CIFAR10)) as archive:
@@ -167,59 +136,6 @@ class _Enlarged(Dataset):
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self.transform(self.pixels[index]), self.labels[index]
-
-
-def fetch(archive: Archive, timeout: float = _TIMEOUT) -> Path:
-    """The path of `archive` in the data folder, downloaded if it is not there with the right checksum.
-
-    Two processes never download at once; an interrupted download leaves only a `.part` file, which the next call
-    replaces. Raises OSError with what is missing, where it belongs, and what needs nothing.
-    """
-    from filelock import FileLock, Timeout
-
-    place = folder() / archive.name
-    try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(str(place) + ".lock", timeout=20 * timeout):
-            if place.exists():
-                if _sha256(place) == archive.sha256:
-                    return place
-                print(f"{place} is not the file it should be (wrong checksum); fetching it anew.")
-            _download(archive, place, timeout)
-    except Timeout:
-        raise OSError(
-            f"Another process has been fetching {archive.name} for {20 * timeout:.0f} s. "
-            f"Wait for it, or delete {place}.lock if no such process runs."
-        ) from None
-    except (OSError, ValueError) as error:
-        # a read-only folder is no obstacle where the file is there already
-        if place.exists() and _sha256(place) == archive.sha256:
-            return place
-        raise OSError(
-            f"{archive.name} is missing ({error}). Put it into {place.parent} (from {archive.url}), or set "
-            "SPEEDLAB_DATA to a folder that holds it. SPEEDLAB_SCALE=quick needs no download."
-        ) from error
-    return place
-
-
-def _download(archive: Archive, place: Path, timeout: float) -> None:
-    part = place.with_name(place.name + ".part")
-    digest = hashlib.sha256()
-    try:
-        with urllib.request.urlopen(archive.url, timeout=timeout) as source, part.open("wb") as target:
-            while chunk := source.read(_CHUNK):
-                digest.update(chunk)
-                target.write(chunk)
-        if digest.hexdigest() != archive.sha256:
-            raise ValueError(f"what {archive.url} sent has the wrong checksum")
-        part.replace(place)
-    finally:
-        part.unlink(missing_ok=True)
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _rotten_tomatoes() -> tuple[list[str], list[str]]:

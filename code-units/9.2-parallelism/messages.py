@@ -1,0 +1,29 @@
+"""What a message costs between two ranks on this machine: sent there and back, in several sizes."""
+
+import json
+import statistics
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+rank, world_size = dist.get_rank(), dist.get_world_size()
+if world_size != 2:
+    sys.exit(f"This script sends messages between two ranks: start it on 2 processes, not on {world_size}.")
+report = {}
+for size in (8, 2**12, 2**16, 2**18, 2**20, 2**22, 2**24):
+    message, seconds = torch.zeros(size, dtype=torch.uint8), []
+    for _ in range(30 if size < 2**20 else 8):
+        start = time.perf_counter()
+        for sender in range(2):
+            if rank == sender:
+                dist.send(message, 1 - sender)
+            else:
+                dist.recv(message, sender)
+                message += 1  # whoever receives leaves a mark
+        seconds.append((time.perf_counter() - start) / 2)
+    report[size] = {"one_way": statistics.median(seconds), "mark": message.unique().tolist()}
+print(json.dumps(report))
+dist.destroy_process_group()

@@ -1,0 +1,70 @@
+"""Data parallelism and the three stages of ZeRO, all with torch's own wrappers: the bytes of every collective."""
+
+import json
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+MICRO_BATCHES, ROWS, WIDTH = 3, 8, 32
+dist.init_process_group("gloo")
+rank, world_size = dist.get_rank(), dist.get_world_size()
+
+
+class Wire(TorchDispatchMode):
+    """Counts the collectives that torch calls: how many of each kind, and the bytes of what each puts together."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes = {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "c10d":
+            tensors = [t for arg in args for t in (arg if isinstance(arg, list) else [arg]) if torch.is_tensor(t)]
+            kind = function.__name__.split(".")[0].strip("_").removesuffix("_base")
+            self.bytes.setdefault(kind, []).append(max(t.nbytes for t in tensors))
+        return function(*args, **(kwargs or {}))
+
+
+def build(stage):
+    """Four layers, wrapped: stage 0 is DDP; 3 computes in bf16, as FSDP usually does, and sums gradients in fp32."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.Tanh()) for _ in range(4)])
+    if stage == 0:
+        return DistributedDataParallel(model)
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if stage == 3 else MixedPrecisionPolicy()
+    for part in (*model, model):
+        fully_shard(part, reshard_after_forward=stage == 3, mp_policy=policy)
+    return model
+
+
+def train(stage):
+    """One step of several micro-batches: gradients, bytes by kind of collective, numbers that AdamW keeps here."""
+    model = build(stage)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with Wire() as wire:
+        for i in range(MICRO_BATCHES):
+            last = i == MICRO_BATCHES - 1
+            if stage in (1, 2):
+                model.set_reshard_after_backward(last)  # the whole weights stay until the step
+            if stage == 1:
+                model.set_requires_gradient_sync(last)  # and so do the whole gradients
+            if stage == 0:
+                model.require_backward_grad_sync = last  # what DDP's no_sync() sets
+            loss = F.mse_loss(model(inputs[i, rank]), targets[i, rank])  # as many rows on every rank
+            (loss / MICRO_BATCHES).backward()
+    gradients = [p.grad.full_tensor() if stage else p.grad for p in model.parameters()]
+    optimizer.step()
+    moments = [s["exp_avg"].to_local() if stage else s["exp_avg"] for s in optimizer.state.values()]
+    sent = {kind: [len(sizes), sum(sizes)] for kind, sizes in wire.bytes.items() if kind != "broadcast"}
+    return {"gradients": torch.stack(gradients).tolist(), "sent": sent, "moment": sum(m.numel() for m in moments)}
+
+
+torch.manual_seed(1)
+inputs, targets = torch.randn(2, MICRO_BATCHES, world_size, ROWS, WIDTH)
+print(json.dumps([train(stage) for stage in range(4)]))
+dist.destroy_process_group()

@@ -1,0 +1,500 @@
+"""What every check stands on: one way to fail, to read an answer, to name its fault, and to send it to processes.
+
+A check is a function of the learner's answers. It returns where they are right, and says what is wrong where not:
+
+    @check("Task 3, the bubble")
+    def bubble(answer: Callable[[int, int], float]) -> None:
+        for p, m in ((1, 4), (4, 4), (3, 8)):
+            got, wanted = number(ask(answer, p, m), "The bubble"), _played(p, m)
+            expect(close(got, wanted), lambda: f"{p} stages, {m} micro-batches: {wanted:.4f}, not {got:.4f}. "
+                + diagnose(got, {
+                    "That is the share in which they work.": 1 - wanted,
+                    "That compares the waiting with the work.": (p - 1) / m,
+                }, otherwise="Count slots."))
+
+    @check("Tasks 1 and 2, on real processes", seconds=240)
+    def processes(ring, column) -> None:
+        for report in on_ranks(_on_a_rank, 3, ring, column, size=12): ...
+
+    machines = choices("Task 9", {"V100": "16-mixed"}, OPTIONS, {"16-true": "It diverges."})
+
+`check` prints one line: `title: not attempted yet`, `title: correct`, or `title: not yet right.` and a hint. It never
+raises, but for Ctrl-C. What an answer raises becomes a sentence, with the answer's own line and function; so does an
+answer that does not end within `seconds`. A test shortens the limit by `check.seconds = 1`.
+
+- fail: `expect(ok, hint)`, `fail(hint)`, `with where(case):`. No `except Exception` in the answer catches them.
+- call: `ask(answer, *arguments)` hands over copies, so that what is judged is compared with the originals.
+- read: `number`, `whole`, `sequence` take whatever a reasonable person returns, and refuse nan, None, text by name.
+- compare: `distance`, `close`: numbers, tensors, models, sequences of them; what holds a nan is infinitely far away.
+- say: `diagnose(got, {hint: what an answer with that fault gives})`, `apart(got, wanted)` as text that differs.
+- threads and processes: `side_by_side(*works, seconds=)`, `on_ranks(work, ranks, *answers)`.
+"""
+
+import ast
+import contextlib
+import contextvars
+import copy
+import ctypes
+import functools
+import inspect
+import itertools
+import json
+import linecache
+import math
+import os
+import re
+import sys
+import tempfile
+import textwrap
+import threading
+import time
+import traceback
+import types
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+from torch import nn
+
+from speedlab import launch
+
+NOT_ATTEMPTED = "not attempted yet"
+CORRECT = "correct"
+_RANKS = Path(__file__).with_name("ranks.py")
+_MOST_ITEMS = 1_000_000
+# the functions that the check at work examines
+_ANSWERS: contextvars.ContextVar[Collection[Callable]] = contextvars.ContextVar("answers", default=())
+
+
+class NotYetError(BaseException):
+    """What is wrong with an answer, in a sentence or two for the learner. Raised by `fail` and `expect` only."""
+
+
+class _StopError(BaseException):
+    """Thrown into a thread whose time is up."""
+
+
+def fail(hint: str) -> NoReturn:
+    """End the check with a hint."""
+    raise NotYetError(hint)
+
+
+def expect(ok: object, hint: str | Callable[[], str]) -> None:
+    """End the check with the hint unless `ok`. A hint that is a function is called only where it is needed."""
+    if not ok:
+        fail(hint() if callable(hint) else hint)
+
+
+@contextlib.contextmanager
+def where(here: str) -> Iterator[None]:
+    """Inside, hints begin with `here: `, the case that they are about."""
+    try:
+        yield
+    except NotYetError as wrong:
+        raise NotYetError(f"{here}: {wrong}") from None
+
+
+def check(title: str, seconds: float = 60.0) -> Callable:
+    """Turn a function that calls `expect` into a check, which prints `title: verdict`.
+
+    What it draws from torch's generator is put back. The whole check runs in a thread of its own and has `seconds`;
+    an answer that has not ended by then is stopped, and told so. What a single call into C does (a huge product, a
+    huge power) cannot be stopped: limit the inputs.
+    """
+
+    def wrap(examine: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(examine)
+        def run(*answers, **options) -> None:
+            with examining(answers), torch.random.fork_rng(devices=[]):
+                verdict = _verdict(functools.partial(examine, *answers, **options), run.seconds)
+            print(f"{title}: {verdict}")
+
+        run.seconds = seconds
+        return run
+
+    return wrap
+
+
+def choices(
+    title: str, right: Mapping[str, str], options: Collection[str], reasons: Mapping[object, str]
+) -> Callable:
+    """Make a check of an answer that returns a dictionary: for each name of `right`, one of the `options`.
+
+    `reasons` says why a choice is wrong, by (name, choice), by choice or by name; the first that is there is told.
+    """
+
+    @check(title)
+    def examine(answer: Callable[[], dict[str, str]]) -> None:
+        chosen = ask(answer)
+        expect(isinstance(chosen, Mapping), f"Return a dictionary from name to choice, not {_kind(chosen)}.")
+        for name, wanted in right.items():
+            expect(name in chosen, f"There is no choice for {name!r} yet. Give one for each of {', '.join(right)}.")
+            got = chosen[name]
+            expect(
+                isinstance(got, str) and got in options,
+                f"{name}: {got!r} is none of the options: {', '.join(map(str, options))}.",
+            )
+            keys = ((name, got), got, name)
+            reason = next((reasons[key] for key in keys if key in reasons), "")
+            expect(got == wanted, f"{name}: not {got}. {reason}")
+
+    return examine
+
+
+# --- Reading and comparing what came back ---------------------------------------------------------------------------
+
+
+def ask(answer: Callable, *arguments, **options) -> object:
+    """Call an answer with deep copies: nothing that it does to them reaches the check. Shared parts stay shared."""
+    arguments, options = copy.deepcopy((arguments, options))
+    return answer(*arguments, **options)
+
+
+def number(value: object, what: str = "What you return") -> float:
+    """Read a finite number of any type: Python's, numpy's, a Fraction, an array or a tensor of one element."""
+    expect(value is not None, f"{what} came back as None. Does your function return its result?")
+    if isinstance(value, torch.Tensor):
+        value = value.detach()
+    size = math.prod(getattr(value, "shape", ()))
+    expect(size == 1, lambda: f"{what} must be one number, not {_kind(value)} of shape {tuple(value.shape)}.")
+    value = value.item() if hasattr(value, "item") else value
+    readable = hasattr(value, "__float__") or hasattr(value, "__index__")
+    expect(readable and not isinstance(value, bool), f"{what} must be a number, not {_kind(value)}.")
+    try:
+        found = float(value)
+    except OverflowError:
+        fail(f"{what} is too large for a number of 64 bits.")
+    expect(math.isfinite(found), f"{what} is {found}, which is not a number to go on with.")
+    return found
+
+
+def whole(value: object, what: str = "What you return", least: int | None = None, most: float = 2.0**53) -> int:
+    """Read a whole number, from `least` to `most`: 27, 27.0, numpy's 27. Give `most` before you simulate with it."""
+    found = number(value, what)
+    expect(found == int(found), f"{what} must be a whole number, not {found:g}.")
+    expect(least is None or found >= least, f"{what} must be at least {least}, not {found:g}.")
+    expect(found <= most, f"{what} is {found:,.0f}, far too many: {most:,.0f} would already be more than enough.")
+    return int(found)
+
+
+def sequence(value: object, what: str = "What you return", length: int | None = None) -> list:
+    """Read a list, tuple, array, tensor, set or iterator as a list, if need be of this length."""
+    expect(value is not None, f"{what} came back as None. Does your function return its result?")
+    value = value.tolist() if hasattr(value, "tolist") else value
+    readable = isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping)
+    expect(readable, f"{what} must be a list{f' of {length}' if length else ''}, not {_kind(value)}.")
+    found = list(itertools.islice(value, _MOST_ITEMS))
+    expect(length in (None, len(found)), f"{what} must hold {length} things, not {len(found)}.")
+    return found
+
+
+def distance(got: object, wanted: object) -> float:
+    """The largest difference between numbers, tensors, models (their state) or sequences and mappings of these.
+
+    Infinite where the shapes differ and where either holds a nan: `distance(a, b) <= limit` is then False.
+    """
+    pairs = list(itertools.zip_longest(_parts(got), _parts(wanted)))
+    if any(a is None or b is None or a.shape != b.shape or a.isnan().any() or b.isnan().any() for a, b in pairs):
+        return math.inf
+    gaps = (torch.where(a == b, 0.0, (a - b).abs()) for a, b in pairs if a.numel())
+    return max((gap.max().item() for gap in gaps), default=0.0)
+
+
+def close(got: object, wanted: object, relative: float = 1e-5, absolute: float = 1e-12) -> bool:
+    """Whether the distance is at most a share of the largest number wanted: by default, what fp32 can hold."""
+    largest = max((part.abs().max().item() for part in _parts(wanted) if part.numel()), default=0.0)
+    return distance(got, wanted) <= absolute + (relative * largest if math.isfinite(largest) else 0.0)
+
+
+def diagnose(
+    got: object,
+    faults: Mapping[str, object],
+    otherwise: str = "",
+    same: Callable[[object, object], bool] = close,
+) -> str:
+    """The hint of the first fault that explains what an answer gave, or `otherwise`.
+
+    `faults` maps each hint to what an answer with that fault gives; to a bool that has compared already; or to a
+    function without arguments that returns either, called only if no fault before it fits.
+    """
+    for hint, candidate in faults.items():
+        if isinstance(candidate, types.FunctionType | functools.partial):
+            candidate = candidate()
+        if candidate if isinstance(candidate, bool) else same(got, candidate):
+            return hint
+    return otherwise
+
+
+def apart(*numbers: float, least: int = 4, style: str = "g") -> list[str]:
+    """Numbers as text, with as many digits as it takes to tell them apart: 0.66666 and 0.66667, not 0.6667 twice."""
+    for digits in range(least, 18):
+        texts = [f"{value:,.{digits}{style}}" for value in numbers]
+        if len(set(texts)) == len(set(numbers)):
+            break
+    return texts
+
+
+def _parts(value: object) -> Iterator[torch.Tensor]:
+    """All numbers in a value, as fp64 tensors in a fixed order."""
+    if isinstance(value, nn.Module):
+        value = value.state_dict()
+    if isinstance(value, Mapping):
+        value = [value[key] for key in sorted(value, key=str)]
+    if isinstance(value, set | frozenset):
+        value = sorted(value)
+    try:
+        # a list of numbers, however nested, is compared as one tensor
+        whole = not isinstance(value, list | tuple) or not any(isinstance(part, torch.Tensor) for part in value)
+        yield torch.as_tensor(value if whole else None).detach().cpu().double()
+    except (TypeError, ValueError, RuntimeError):
+        if not isinstance(value, list | tuple):
+            yield torch.tensor(math.nan)  # None, text and the like are near nothing
+            return
+        for part in value:
+            yield from _parts(part)
+
+
+def _kind(value: object) -> str:
+    return f"{value!r}" if isinstance(value, str | bool) else type(value).__name__
+
+
+# --- Verdicts -------------------------------------------------------------------------------------------------------
+
+
+def is_stub(function: object) -> bool:
+    """Whether a function still is the exercise's stub: nothing but what was given, then `raise NotImplementedError`.
+
+    Judged by the syntax tree: a comment is no stub, nor is a raise that is left over after a return or in a branch.
+    """
+    try:
+        (node,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
+        *given, last = node.body
+    except (OSError, TypeError, SyntaxError, ValueError, AttributeError):
+        return False  # a lambda, or something without a source
+    allowed = ast.Assign | ast.AnnAssign | ast.Import | ast.ImportFrom | ast.Expr
+    return (
+        isinstance(last, ast.Raise)
+        and ast.unparse(last).startswith("raise NotImplementedError")
+        and all(isinstance(statement, allowed) for statement in given)
+    )
+
+
+@contextlib.contextmanager
+def examining(answers: Collection[Callable]) -> Iterator[None]:
+    """Inside, an error is told with the line of these functions' notebook or file that it came from."""
+    token = _ANSWERS.set(answers)
+    try:
+        yield
+    finally:
+        _ANSWERS.reset(token)
+
+
+def _verdict(examine: Callable[[], None], seconds: float) -> str:
+    answers = _ANSWERS.get()
+    if any(map(is_stub, answers)):
+        return NOT_ATTEMPTED
+    for answer in answers:
+        if not callable(answer):
+            return f"not yet right. Give the check the function itself, without calling it; this is {_kind(answer)}."
+    try:
+        side_by_side(examine, seconds=seconds)
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt) and not _own(traceback.walk_tb(error.__traceback__)):
+            raise  # from the keyboard, not from the answer
+        return f"not yet right. {explain(error)}"
+    return CORRECT
+
+
+def explain(error: BaseException) -> str:
+    """An error as a sentence for the learner: the hint of `fail`, or what was raised, with the answer's own line."""
+    if isinstance(error, NotYetError):
+        return str(error)
+    said = (str(error).strip().splitlines() or [""])[0]
+    what = type(error).__name__ + (f": {said}" if said else ".")
+    own = _own(traceback.walk_tb(error.__traceback__))
+    if not own:
+        return f"The check cannot go on with what your function returned or did to its inputs. {what}"
+    if isinstance(error, NotImplementedError) and not said:  # PyTorch raises it too, with a message
+        if name := _helper(own):
+            return f"Your code needs `{name}`, which is not written yet."
+        return "Your function still comes to its `raise NotImplementedError`: delete that line."
+    return f"Your code raised {type(error).__name__}{_place(own)}" + (f": {said}" if said else ".")
+
+
+_Frames = list[tuple[types.FrameType, int]]
+
+
+def _own(frames: Iterable[tuple[types.FrameType, int]]) -> _Frames:
+    """Those frames, outermost first, that run code of the answers' own file, and the lines they are at."""
+    spaces = [getattr(inspect.unwrap(answer), "__globals__", None) for answer in _ANSWERS.get()]
+    return [(frame, line) for frame, line in frames if any(frame.f_globals is space for space in spaces)]
+
+
+def _place(own: _Frames) -> str:
+    """The innermost line of the learner's, and the function it stands in where that is not the answer itself."""
+    frame, line = own[-1]
+    text, name = linecache.getline(frame.f_code.co_filename, line).strip(), _helper(own)
+    return (f" at the line `{text}`" if text else "") + (f" in `{name}`" if name else "")
+
+
+def _helper(own: _Frames) -> str:
+    """The name of the innermost function at work, unless it is an answer itself; comprehensions have none."""
+    names = [name for frame, _ in own if not (name := frame.f_code.co_name).startswith("<")]
+    return names[-1] if names and names[-1] not in [getattr(a, "__name__", "") for a in _ANSWERS.get()] else ""
+
+
+# --- Threads and processes ------------------------------------------------------------------------------------------
+
+
+def side_by_side(*works: Callable[[], object], seconds: float) -> list:
+    """Call functions at the same time, each in a thread, and return what they return, in order.
+
+    The first error ends the others and is raised again; so does the end of the time, which is told with the line that
+    the answer is at. Where the answer is not at work (a slow import, a busy machine), it is four times as long.
+    A thread that blocks inside C is left behind: it is a daemon.
+    """
+    results: list = [None] * len(works)
+    errors: list[BaseException] = []
+
+    def play(place: int, work: Callable[[], object]) -> None:
+        try:
+            results[place] = work()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [
+        threading.Thread(target=contextvars.copy_context().run, args=(play, place, work), daemon=True)
+        for place, work in enumerate(works)
+    ]
+    begin, late, first, where = time.monotonic(), [], [], ""
+    try:
+        with _deep_stacks():
+            for thread in threads:
+                thread.start()
+        while (late := [thread for thread in threads if thread.is_alive()]) and not errors:
+            late[0].join(0.05)  # in short turns: on Windows Ctrl-C waits for the end of one
+            spent = (time.monotonic() - begin) / seconds
+            if spent > 1 and (spent > 4 or any(map(_at_work, late))):
+                break
+    finally:
+        late, first = [thread for thread in threads if thread.is_alive()], errors[:1]
+        where = _stopped(late)
+    if first:
+        raise first[0]
+    busy = "The check had not ended, and did not wait for your code: the machine is busy. Run it again."
+    endless = f"Your code had not ended after {seconds:g} s{where}. Does it wait for ever, or loop?"
+    expect(not late, endless if where else busy)
+    return results
+
+
+@contextlib.contextmanager
+def _deep_stacks() -> Iterator[None]:
+    """Threads made inside get the stack that a main thread has; on macOS they would get half a MiB."""
+    before = threading.stack_size(64 * 2**20)
+    try:
+        yield
+    finally:
+        threading.stack_size(before)
+
+
+def _stopped(threads: list[threading.Thread]) -> str:
+    """Stop threads, again and again where an answer catches that; say where the first of them was."""
+    where = next((_place(own) for own in map(_at_work, threads) if own), "")
+    for turn in range(40):
+        for thread in threads:
+            if turn == 0 or _at_work(thread):  # once all; what cleans up after itself is not disturbed in that
+                thrown = ctypes.c_ulong(thread.ident), ctypes.py_object(_StopError)
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(*thrown)
+        for thread in threads:
+            thread.join(0.05)
+        threads = [thread for thread in threads if thread.is_alive()]
+    return where
+
+
+def _at_work(thread: threading.Thread) -> _Frames:
+    """The frames of an answer that a thread is in, outermost first; none: it runs something else, or has ended."""
+    frame = sys._current_frames().get(thread.ident)
+    return _own(reversed(list(traceback.walk_stack(frame)))) if frame else []
+
+
+def on_ranks(work: Callable, ranks: int, *answers: Callable, seconds: float = 60.0, **given) -> list:
+    """Call `work(rank, *answers, **given)` in real processes that form a gloo group; return what each returned.
+
+    `work` is a top-level function of a module; it may use torch.distributed and `expect`, and returns what JSON can
+    hold (tensors become lists). The answers travel as text with what they use of their notebook. `seconds` are for
+    the work; the start of the processes comes on top, so give the check `seconds=` three times that or more.
+    """
+    task = {
+        "module": work.__module__,
+        "work": work.__name__,
+        "answers": [(source(answer), answer.__name__) for answer in answers],
+        "given": given,
+        "seconds": seconds,
+    }
+    paths = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    with tempfile.TemporaryDirectory(prefix="speedlab-") as folder:
+        Path(folder, "task.json").write_text(json.dumps(task), encoding="utf-8")
+        try:
+            launch.run(_RANKS, ranks, folder, timeout=seconds + 90, environment=paths)
+        except launch.LaunchError as error:
+            fail(f"The processes did not end well. {str(error).splitlines()[0]}")
+        files = [Path(folder, f"{rank}.json") for rank in range(ranks)]
+        gone = {"error": "The process ended in the middle of your code, without a word."}
+        reports = [json.loads(file.read_text(encoding="utf-8")) if file.exists() else gone for file in files]
+    wrong = {rank: report["error"] for rank, report in enumerate(reports) if "error" in report}
+    expect(not wrong, lambda: _cause(wrong, ranks))
+    return [report["result"] for report in reports]
+
+
+def _cause(wrong: Mapping[int, str], ranks: int) -> str:
+    """Of what ranks say, the cause: one that waited in vain speaks of the network, the one that failed does not."""
+    in_vain, endless = re.compile("gloo|imed out|onnection"), "had not ended"
+    rank, hint = min(wrong.items(), key=lambda said: 2 * bool(in_vain.search(said[1])) + (endless in said[1]))
+    if in_vain.search(hint):
+        hint += " It waited for a rank that made no such call: all of them must make the same ones, in one order."
+    if "NameError" in hint:
+        hint += " Your function travels without your notebook: define or import what it needs inside it."
+    return f"On rank {rank} of {ranks}: {hint}"
+
+
+def source(answer: Callable) -> str:
+    """Text that defines an answer anywhere: itself, and the helpers, classes, imports and constants that it uses."""
+    expect(answer.__name__ != "<lambda>", "Write your function with `def`: a lambda cannot be sent to processes.")
+    cells = inspect.getclosurevars(answer).nonlocals if inspect.isfunction(answer) else {}
+    space, texts, seen = {**answer.__globals__, **cells}, [], set()
+
+    def add(name: str, value: object) -> None:
+        if name in seen:
+            return
+        seen.add(name)
+        own_name, module = getattr(value, "__name__", ""), getattr(value, "__module__", None)
+        at_home = getattr(value, "__globals__", None) is answer.__globals__ or module == answer.__module__
+        if isinstance(value, types.ModuleType):
+            texts.append(f"import {own_name} as {name}")
+        elif at_home and (text := _text(value)):
+            for used in {node.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)} & space.keys():
+                add(used, space[used])
+            texts.append(text if own_name == name else f"{text}\n{name} = {own_name}")
+        elif own_name and getattr(sys.modules.get(module), own_name, None) is value:
+            texts.append(f"from {module} import {own_name} as {name}")
+        else:
+            with contextlib.suppress(ValueError, SyntaxError):  # else it is missed where it is used, by name
+                ast.literal_eval(repr(value))
+                texts.append(f"{name} = {value!r}")
+
+    add(answer.__name__, answer)
+    return "\n\n".join(texts)
+
+
+def _text(thing: object) -> str:
+    """The source of a function, or of a class, which `inspect` does not find in a notebook; empty: there is none."""
+    members = [thing, *(getattr(member, "__func__", member) for member in getattr(thing, "__dict__", {}).values())]
+    for code in (member.__code__ for member in members if inspect.isfunction(member)):
+        text = "".join(linecache.getlines(code.co_filename))
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == thing.__name__:
+                start = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+                if start <= code.co_firstlineno <= node.end_lineno:
+                    return textwrap.dedent("".join(text.splitlines(keepends=True)[start - 1 : node.end_lineno]))
+    return ""

@@ -1,0 +1,120 @@
+"""What a machine may lack, found or replaced: torch.compile's compiler, its cache folder, 16-bit products."""
+
+import atexit
+import contextlib
+import errno
+import functools
+import getpass
+import os
+import re
+import shutil
+import tempfile
+import warnings
+from pathlib import Path
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+
+from speedlab import machine
+
+# Room that torch.compile's cache needs: kernels are small, but the precompiled header of one compiler takes 160 MB.
+_CACHE_ROOM = 2**28
+NO_COMPILER = (
+    "none that works (a CPU needs g++ or clang++, on Windows cl; a GPU needs Triton), so graphs are built, counted "
+    "and run without compiled kernels, and recorded times stand in for measured ones"
+)
+
+
+@functools.cache
+def compiler(kind: str | None = None) -> str | None:
+    """The compiler of torch.compile's own backend that works here: 'g++', 'clang++', 'cl', 'Triton'; None: none does.
+
+    `kind` is 'cpu' or 'cuda'; by default `machine.device()` decides. The compiler is tried on a function of one line,
+    because one that is found may still lack a header or a linker: seconds the first time, a moment once that kernel
+    is in the cache, whose folder is checked first (see `compile_cache`). `NO_COMPILER` is the sentence for None.
+    """
+    compile_cache()
+    kind = kind or machine.device().type
+    try:
+        from torch._inductor import config
+        from torch._inductor.cpp_builder import get_cpp_compiler
+
+        # looked for before the trial, which would succeed without one where the cache has its kernel
+        name = "Triton" if kind == "cuda" else Path(get_cpp_compiler()).stem
+        # a pool of compiling workers would stay behind; on a GPU, the first compilation warns that TF32 is off
+        with config.patch(compile_threads=1), warnings.catch_warnings(action="ignore"):
+            torch.compile(lambda x: x * 2 + 1)(torch.ones(8, device=kind))
+    except Exception:  # whatever a missing compiler, header or linker makes of it
+        return None
+    return name
+
+
+@functools.cache
+def compile_cache() -> str:
+    """Make sure that torch.compile can write its cache, and say where that is, in words that name no path.
+
+    Call it before anything imports torch._dynamo, which fails without that folder. One that cannot be written, or
+    whose disk is full, is replaced by a temporary folder until this process ends; child processes inherit it.
+    """
+    # torch's own default, without importing the part of torch that fails to import where it cannot make this folder
+    usual = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or Path(tempfile.gettempdir(), f"torchinductor_{_user()}")
+    try:
+        Path(usual).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=usual) as probe:
+            probe.write(bytes(2**20))
+        if shutil.disk_usage(usual).free < _CACHE_ROOM:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    except OSError as error:
+        folder = tempfile.mkdtemp(prefix="speedlab-compile-")
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+        return (
+            f"a temporary one, because the usual one cannot be written ({error.strerror}); what is compiled is gone "
+            "when this process ends. Free its disk, or set TORCHINDUCTOR_CACHE_DIR to a folder that you may write"
+        )
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(usual)
+    return "the usual one (TORCHINDUCTOR_CACHE_DIR names another)"
+
+
+def _user() -> str:
+    try:
+        return re.sub(r'[\\/:*?"<>|]', "_", getpass.getuser())
+    except (KeyError, ImportError, OSError):  # a container may run as a number without a name
+        return f"uid_{os.getuid()}" if hasattr(os, "getuid") else "unknown_user"
+
+
+def half_products(where: torch.device | str = "cpu") -> contextlib.AbstractContextManager:
+    """Make 16-bit training affordable on a CPU that has no hardware for it; `where` is the device that trains.
+
+    Inside this context, matrix products, convolutions and attention on bf16 or fp16 CPU tensors are computed in fp32
+    and rounded once to the 16-bit type, which is what matrix hardware does (exact products, fp32 sums). The numbers,
+    the dtypes and what autograd keeps are those of 16-bit training; the time is not, and is never shown as such.
+    On a GPU, and with a type that is fast here, the context does nothing.
+    """
+    # on a machine with a GPU, the probe says nothing about the CPU
+    unknown = machine.device().type != "cpu"
+    slow = [machine.DTYPES[name] for name in ("bf16", "fp16") if unknown or not machine.is_fast(name)]
+    return _ProductsInFp32(slow) if slow and torch.device(where).type == "cpu" else contextlib.nullcontext()
+
+
+class _ProductsInFp32(TorchDispatchMode):
+    _PRODUCTS = re.compile(r"::(mm|addmm|bmm|baddbmm|addmv|mv|dot|linear|_?convolution|_scaled_dot_product)")
+
+    def __init__(self, slow: list[torch.dtype]):
+        super().__init__()
+        self.slow = slow
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        halves = [a.dtype for a in tree_leaves((args, kwargs)) if self._is_slow(a)]
+        if not halves or not self._PRODUCTS.search(func._schema.name):
+            return func(*args, **(kwargs or {}))
+        args, kwargs = tree_map(lambda a: a.float() if self._is_slow(a) else a, (args, kwargs or {}))
+        out = func(*args, **kwargs)
+        # attention also returns its log-sum-exp, which stays in fp32 on every kind of hardware
+        if "scaled_dot_product" in func._schema.name and "backward" not in func._schema.name:
+            return out[0].to(halves[0]), *out[1:]
+        return tree_map_only(torch.Tensor, lambda o: o.to(halves[0]) if o.dtype == torch.float32 else o, out)
+
+    def _is_slow(self, value: object) -> bool:
+        return isinstance(value, torch.Tensor) and value.is_cpu and value.dtype in self.slow

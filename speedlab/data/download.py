@@ -1,0 +1,66 @@
+"""Files from the network, kept in the data folder and checked by their SHA-256 whenever they are used."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Archive:
+    """A file on the network: its name in the data folder, where it comes from, its SHA-256."""
+
+    name: str
+    url: str
+    sha256: str
+
+
+def folder() -> Path:
+    """The data folder: SPEEDLAB_DATA, else `speedlab` in the user's cache folder. It need not exist yet."""
+    if chosen := os.environ.get("SPEEDLAB_DATA"):
+        return Path(chosen).expanduser()
+    import pooch
+
+    return pooch.os_cache("speedlab")
+
+
+def fetch(archive: Archive, timeout: float = 30.0) -> Path:
+    """The path of `archive` in the data folder, downloaded if it is not there with the right checksum.
+
+    Two processes never download at once; a failed download is tried twice more and leaves nothing behind. `timeout`
+    is how many seconds the network may be silent. Raises OSError with what is missing, where it belongs, and what
+    needs nothing.
+    """
+    import pooch
+    from filelock import FileLock, Timeout
+
+    place = folder() / archive.name
+    try:
+        if _whole(place, archive):  # also in a folder that cannot be written
+            return place
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{place}.lock", timeout=20 * timeout):
+            if place.exists() and not _whole(place, archive):
+                print(f"{place} is not the file it should be (wrong checksum); fetching it anew.")
+            known, urls = {archive.name: archive.sha256}, {archive.name: archive.url}
+            store = pooch.create(place.parent, "", registry=known, urls=urls, retry_if_failed=2)
+            progress = pooch.HTTPDownloader(progressbar=True, chunk_size=2**20, timeout=timeout)
+            pooch.get_logger().setLevel("WARNING")  # the progress bar tells of a download already
+            store.fetch(archive.name, downloader=progress)
+            place.chmod(0o644)  # pooch leaves it to this user alone, but others may share the folder
+    except Timeout:
+        raise OSError(
+            f"Another process has been fetching {archive.name} for {20 * timeout:.0f} s. "
+            f"Wait for it, or delete {place}.lock if no such process runs."
+        ) from None
+    except (OSError, ValueError) as error:
+        raise OSError(
+            f"{archive.name} is missing ({error}). Put it into {place.parent} (from {archive.url}), or set "
+            "SPEEDLAB_DATA to a folder that holds it. SPEEDLAB_SCALE=quick needs no download."
+        ) from error
+    return place
+
+
+def _whole(place: Path, archive: Archive) -> bool:
+    import pooch
+
+    return place.exists() and pooch.file_hash(str(place)) == archive.sha256

@@ -1,0 +1,347 @@
+"""What all checks stand on: a stub is told from an answer, every error becomes a sentence, nothing hangs or leaks."""
+
+import _thread
+import fractions
+import math
+import queue
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+from notebook_answers import defined
+from torch import nn
+
+from speedlab.checks import core
+from speedlab.checks.core import NotYetError, ask, check, close, diagnose, distance, expect, fail
+
+
+def said(examine, *answers, seconds=30.0) -> str:
+    """The verdict of a check made of `examine`."""
+    with core.examining(answers):
+        return core._verdict(lambda: examine(*answers), seconds)
+
+
+def call(answer):
+    answer()
+
+
+def made(source: str, **names) -> dict:
+    return defined(source, f"<made {hash(source)}>", __name__="made", **names)
+
+
+# --- Stubs ----------------------------------------------------------------------------------------------------------
+
+STUBS = [
+    "def f(x):\n    raise NotImplementedError",
+    'def f(x):\n    """Twice x."""\n    # Your code here.\n    raise NotImplementedError',
+    "def f(x):\n    y = queue.Queue()\n    import math\n    y.put(1)\n    raise NotImplementedError('soon')",
+]
+NO_STUBS = {
+    "def f(x=1):\n    # raise NotImplementedError\n    return 1": "correct",
+    "def f(x=1):\n    return 1\n    raise NotImplementedError": "correct",
+    "def f(x=1):\n    if x > 1:\n        raise NotImplementedError\n    return x": "correct",
+    "def f(x=1):\n    if x:\n        pass\n    raise NotImplementedError": "delete that line",
+    "def g():\n    raise NotImplementedError\ndef f():\n    return [g() for _ in '1']": "`g`, which is not written",
+    "def f(x=1):\n    if x:\n        raise NotImplementedError('no Float8')": "raised NotImplementedError at the",
+}
+
+
+@pytest.mark.parametrize("text", STUBS)
+def test_a_stub_is_not_attempted_and_never_called(text):
+    assert said(call, made(text, queue=None)["f"]) == "not attempted yet"
+
+
+@pytest.mark.parametrize("text", NO_STUBS)
+def test_only_the_function_itself_can_be_the_stub(text):
+    assert NO_STUBS[text] in said(call, made(text)["f"])
+
+
+def test_one_stub_among_several_answers_is_enough():
+    stub, right = made(STUBS[0])["f"], made("def f(x):\n    return x")["f"]
+    assert said(lambda a, b: None, right, stub) == "not attempted yet"
+
+
+def test_the_result_instead_of_the_function_is_told():
+    assert "without calling it; this is float" in said(call, 3.0)
+
+
+# --- Failing --------------------------------------------------------------------------------------------------------
+
+
+def test_a_check_prints_one_line_and_puts_the_seed_back(capsys):
+    @check("Task 0, nothing")
+    def examine(answer):
+        torch.manual_seed(1)
+        expect(answer() == 1, lambda: "No.")
+        expect(True, lambda: 1 / 0)
+
+    before = torch.get_rng_state()
+    examine(lambda: 1)
+    examine(lambda: 2)
+    assert capsys.readouterr().out == "Task 0, nothing: correct\nTask 0, nothing: not yet right. No.\n"
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_no_except_exception_in_an_answer_swallows_a_hint():
+    source = "def f(send):\n    try:\n        send()\n    except Exception:\n        pass"
+    assert said(lambda f: f(lambda: fail("Not so.")), made(source)["f"]) == "not yet right. Not so."
+
+
+ERRORS = {
+    "def f():\n    return {}['planted']": "Your code raised KeyError at the line `return {}['planted']`: 'planted'",
+    "def g(x):\n    return 1 / x\n\ndef f():\n    return g(0)": "at the line `return 1 / x` in `g`: division by zero",
+    "def f():\n    return [1 / x for x in (1, 0)]": "the line `return [1 / x for x in (1, 0)]`: division",
+    "def f():\n    return math.sqrt(-1)": "raised ValueError at the line `return math.sqrt(-1)`: ",
+    "def f():\n    raise SystemExit(3)": "Your code raised SystemExit at the line `raise SystemExit(3)`: 3",
+    "def f():\n    raise KeyboardInterrupt": "raised KeyboardInterrupt at the line `raise KeyboardInterrupt`.",
+    "def f():\n    return f()": "Your code raised RecursionError at the line `return f()`: ",
+}
+
+
+@pytest.mark.parametrize("text", ERRORS)
+def test_an_error_is_told_with_the_answers_own_line(text):
+    assert ERRORS[text] in said(call, made(text, math=math)["f"])
+
+
+def test_an_error_in_the_check_itself_quotes_no_line_that_is_not_the_answers():
+    told = said(lambda f: f() + 1, made("def f():\n    return 'text'")["f"])
+    assert told.startswith("not yet right. The check cannot go on") and "TypeError" in told and "`" not in told
+
+
+def test_ctrl_c_from_the_keyboard_ends_the_check_and_its_answer():
+    """It comes to the main thread, where the check waits for the thread of the answer."""
+    text = "def f():\n    interrupt()\n    while True:\n        pass"
+    before = threading.active_count()
+    with pytest.raises(KeyboardInterrupt):
+        said(call, made(text, interrupt=_thread.interrupt_main)["f"], seconds=60)
+    assert threading.active_count() == before
+
+
+# --- Hanging --------------------------------------------------------------------------------------------------------
+
+ENDLESS = {
+    "a loop": "def f():\n    while True:\n        pass",
+    "one that catches everything": "def f():\n    while True:\n        try:\n            1 / 0\n        except: pass",
+    "a queue that nobody fills": "def f():\n    queue.Queue().get()",
+}
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+def test_an_endless_answer_is_told_with_its_line_and_stopped(name):
+    before, start = threading.active_count(), time.monotonic()
+    told = said(call, made(ENDLESS[name], queue=queue)["f"], seconds=0.3)
+    assert told.startswith("not yet right. Your code had not ended after 0.3 s at the line `"), told
+    assert time.monotonic() - start < 20
+    blocks_in_c = "queue" in name
+    assert threading.active_count() <= before + blocks_in_c
+
+
+def test_a_busy_machine_is_not_blamed_on_the_answer():
+    """A slow first import, say: what runs is not the answer's, so it gets more time, and then another sentence."""
+    answer = made("def f():\n    return 1")["f"]
+    assert said(lambda f: time.sleep(0.5), answer, seconds=0.2) == "correct"
+    assert "the machine is busy" in said(lambda f: time.sleep(2), answer, seconds=0.2)
+
+
+def test_the_first_error_of_threads_ends_the_others():
+    begun = threading.Event()
+
+    def wait():
+        begun.set()
+        while True:
+            time.sleep(0.01)
+
+    def raises():
+        begun.wait(10)
+        raise ValueError("planted")
+
+    with pytest.raises(ValueError, match="planted"):
+        core.side_by_side(wait, raises, seconds=20)
+    assert core.side_by_side(lambda: 1, lambda: 2, seconds=20) == [1, 2]
+
+
+# --- Reading --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "value",
+    [2, 2.0, np.float32(2), np.int64(2), np.array(2.0), np.array([2]), torch.tensor(2), torch.ones(1, 1) + 1,
+     nn.Parameter(torch.tensor(2.0)), fractions.Fraction(2), torch.tensor(2, dtype=torch.float16)],
+)  # fmt: skip
+def test_a_number_of_any_type_is_read(value):
+    assert core.number(value) == 2.0 and core.whole(value) == 2 and type(core.whole(value)) is int
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (None, "return its result"), ("2", "not '2'"), (True, "not True"), ([2], "not list"), (2j, "not complex"),
+        (math.nan, "is nan"), (-math.inf, "is -inf"), (torch.tensor(math.nan), "is nan"), (10**400, "too large"),
+        (np.zeros(3), "ndarray of shape (3,)"), (torch.zeros(0), "shape (0,)"), (lambda: 2, "not function"),
+    ],
+)  # fmt: skip
+def test_what_is_no_number_is_refused_by_name(value, words):
+    with pytest.raises(NotYetError, match="The gap.*" + words.replace("(", r"\(").replace(")", r"\)")):
+        core.number(value, "The gap")
+
+
+@pytest.mark.parametrize(("value", "words"), [(2.5, "whole"), (0, "at least 1"), (10**9, "far too many")])
+def test_a_whole_number_has_limits(value, words):
+    with pytest.raises(NotYetError, match=words):
+        core.whole(value, least=1, most=1e6)
+
+
+@pytest.mark.parametrize("value", [[1, 2], (1, 2), np.array([1, 2]), torch.tensor([1, 2]), {1, 2}, iter([1, 2])])
+def test_a_sequence_of_any_type_is_read(value):
+    assert core.sequence(value, length=2) == [1, 2]
+
+
+@pytest.mark.parametrize("value", [None, "ab", {"a": 1}, 3, torch.tensor(3), iter(int, 1), [1, 2, 3]])
+def test_what_is_no_such_sequence_is_refused(value):
+    with pytest.raises(NotYetError, match="The pair"):
+        core.sequence(value, "The pair", length=2)
+
+
+def test_an_answer_gets_copies_whose_shared_parts_stay_shared():
+    layer = nn.Linear(2, 2)
+    tensors, optimizer = [torch.ones(2)], torch.optim.SGD(layer.parameters(), lr=1.0)
+
+    def spoil(tensors, layer, optimizer):
+        tensors.pop().zero_()
+        layer(torch.ones(2)).sum().backward()
+        optimizer.step()
+        return layer
+
+    before = layer.weight.clone()
+    moved = ask(spoil, tensors, layer, optimizer)
+    assert torch.equal(tensors[0], torch.ones(2)) and torch.equal(layer.weight, before)
+    assert not torch.equal(moved.weight, before), "the optimizer's copy moves the copied weights"
+
+
+# --- Comparing and explaining ---------------------------------------------------------------------------------------
+
+
+def test_nan_and_other_shapes_are_infinitely_far_away():
+    broken = nn.Linear(2, 2)
+    with torch.no_grad():
+        broken.bias[-1] = math.nan
+    for got, wanted in [
+        (math.nan, 1.0), (1.0, math.nan), (torch.ones(2), torch.ones(3)), ([1, 2], [1]), ([], [1]), (None, 1.0),
+        (broken, nn.Linear(2, 2)), (broken, broken), (math.inf, 1.0), ("1", 1.0), ([None, 1], [1, None]),
+    ]:  # fmt: skip
+        assert distance(got, wanted) == math.inf and not close(got, wanted), (got, wanted)
+    assert distance([1, torch.tensor([2.0, 5.0])], [1, torch.tensor([2.0, 3.0])]) == 2.0
+    assert (
+        distance([[1, 2], [3, 4]], torch.tensor([[1, 2], [3, 6]])) == 2.0
+        and distance([[1, 2], [3]], [[1, 2], [4]]) == 1.0
+    )
+    assert distance(math.inf, math.inf) == 0.0 and distance({"a": 1}, {"a": 3}) == 2.0
+
+
+def test_close_takes_what_fp32_can_hold():
+    assert close(torch.tensor(3) / 7, 3 / 7) and close(np.float32(0.1), 0.1) and close(0.0, 0.0)
+    assert not close(0.42858, 3 / 7, relative=1e-6) and not close(1e-9, 0.0)
+
+
+def test_the_first_fault_that_fits_is_named():
+    faults = {"a": 1.0, "b": lambda: 2.0, "c": True, "d": lambda: 1 / 0}
+    assert [diagnose(got, faults) for got in (1.0, 2.0, 3.0)] == ["a", "b", "c"]
+    assert diagnose(5.0, {"a": 1.0, "b": lambda: False}, otherwise="Look again.") == "Look again."
+    assert diagnose("xy", {"a": "x", "b": "xy"}, same=lambda a, b: a == b) == "b"
+
+
+def test_two_numbers_are_shown_with_the_digits_that_tell_them_apart():
+    assert core.apart(3 / 7, 0.42859) == ["0.42857", "0.42859"] and core.apart(1.0, 2.0) == ["1", "2"]
+    assert core.apart(1 / 3, 0.333, least=1, style="%") == ["33.33%", "33.30%"]
+
+
+# --- Choices --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("chosen", "words"),
+    [
+        ({"A": "x", "B": "y", "C": "more"}, "correct"),
+        ({"A": "y", "B": "y"}, "A: not y. Too slow."),
+        ({"A": "z", "B": "y"}, "A: not z. Never z."),
+        ({"A": "x", "B": "x"}, "B: not x. Look at B."),
+        ({"A": "x"}, "no choice for 'B' yet"),
+        ({"A": ["x"], "B": "y"}, "none of the options: x, y, z"),
+        (None, "dictionary"),
+        ([("A", "x")], "dictionary"),
+    ],
+)
+def test_choices_gives_the_reason(chosen, words, capsys):
+    reasons = {("A", "y"): "Too slow.", "z": "Never z.", "B": "Look at B.", "A": "Look at A."}
+    core.choices("Task 0", {"A": "x", "B": "y"}, ("x", "y", "z"), reasons)(lambda: chosen)
+    assert words in capsys.readouterr().out
+
+
+# --- To real processes ----------------------------------------------------------------------------------------------
+
+HELPERS = """
+import functools
+from math import floor as down
+SCALE = (2, "two")
+
+class Halved:
+    share = 0.5
+
+    @staticmethod
+    def of(x):
+        return x * Halved.share
+
+@functools.cache
+def double(x):
+    return SCALE[0] * x
+
+def add(total, function):
+    dist.all_reduce(total)
+    return function(total)
+
+def answer(rank):
+    return add(torch.tensor([rank + 1.5]), lambda total: down(double(Halved.of(float(total)))))
+"""
+
+
+def add_up(rank: int, answer, offset: int) -> dict:
+    """What each process of these tests does."""
+    expect(rank != offset, f"A hint from rank {rank}.")
+    return {"sum": answer(rank), "tensor": torch.ones(2)}
+
+
+def on_two_ranks(text: str, offset: int = 9, seconds: float = 60.0) -> list:
+    names = made(text, dist=torch.distributed, torch=torch)
+    with core.examining([names["answer"]]):
+        return core.on_ranks(add_up, 2, names["answer"], seconds=seconds, offset=offset)
+
+
+def test_an_answer_travels_with_what_it_uses():
+    assert on_two_ranks(HELPERS) == [{"sum": 4, "tensor": [1.0, 1.0]}] * 2
+
+
+def test_what_goes_wrong_on_a_rank_is_told():
+    """One rank fails, the other waits for it in vain; the time of those that loop is not waited for."""
+    broken = HELPERS.replace("dist.all_reduce(total)", "1 / 0 if total < 2 else dist.all_reduce(total)")
+    with pytest.raises(NotYetError, match=r"On rank 0 of 2: .*`1 / 0 if .*` in `add`: division by zero"):
+        on_two_ranks(broken)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({0: "Timed out after 5 s.", 1: "Your code raised KeyError."}, "On rank 1 of 2: Your code raised KeyError."),
+        ({0: "RuntimeError: [gloo] closed", 1: "had not ended after 2 s"}, "On rank 1 of 2: had not ended"),
+        ({1: "Connection reset"}, "On rank 1 of 2: Connection reset It waited for a rank that made no such call"),
+        ({0: "Your code raised NameError: name 'x'"}, "define or import what it needs inside it."),
+    ],
+)
+def test_the_cause_is_told_and_not_who_waited_for_it(wrong, words):
+    assert words in core._cause(wrong, 2)
+
+
+def test_a_lambda_is_not_sent():
+    with pytest.raises(NotYetError, match="with `def`"):
+        core.on_ranks(add_up, 2, lambda rank: rank, offset=9)

@@ -1,0 +1,91 @@
+"""Doubt: faults are planted where a lesson could be wrong, and sorted by what catches them."""
+
+import doubt
+import nbformat
+import pytest
+from nbformat.v4 import new_code_cell, new_notebook, new_output
+
+LESSON = """\
+import torch
+my_guess = 20
+x = torch.ones(3, dtype=torch.bfloat16) * 2
+for step in range(4):
+    optimizer.zero_grad()
+    total += step - 1
+claim_equal("three", x.numel(), 3)
+measured("time", seconds / 2)
+plots.show(figure(7.0), "a figure of 3 bars")
+loader = DataLoader(data, batch_size=8, shuffle=True)
+"""
+
+
+def planted(source):
+    return {fault.change.split(": ", 1)[1]: source[: fault.start] + fault.text + source[fault.end :]
+            for fault in doubt.faults([source])}  # fmt: skip
+
+
+def test_every_kind_of_fault_is_planted_and_still_python():
+    changed = planted(LESSON)
+    for source in changed.values():
+        compile(source, "lesson", "exec")
+    kinds = {fault.kind for fault in doubt.faults([LESSON])}
+    assert kinds == {"operator", "constant", "dtype", "keyword", "line"}
+    results = "\n".join(changed.values())
+    for expected in (
+        *("torch.float16) * 2", "torch.ones(3) * 2", "torch.bfloat16) / 2", "torch.ones(4, dtype", "range(5)"),
+        *("    pass\n    total", "step + 1", "DataLoader(data, batch_size=8)", "DataLoader(data, shuffle=True)"),
+    ):
+        assert expected in results, expected
+
+
+def test_claims_clocks_figures_imports_and_guesses_are_spared():
+    for source in planted(LESSON).values():
+        for spared in ("import torch", "my_guess = 20", 'claim_equal("three", x.numel(), 3)', "seconds / 2", "7.0"):
+            assert spared in source, source
+
+
+def test_columns_are_counted_in_characters():
+    assert "t = 'µs'; y = a - 1" in planted("t = 'µs'; y = a + 1").values()
+
+
+def test_a_sample_is_seeded_and_takes_every_kind():
+    found = doubt.faults([LESSON])
+    assert doubt.sample(found, 5, 1) == doubt.sample(found, 5, 1) != doubt.sample(found, 5, 2)
+    assert {fault.kind for fault in doubt.sample(found, 5, 1)} == {"operator", "constant", "dtype", "keyword", "line"}
+    assert len(doubt.sample(found, 10_000, 1)) == len(found)
+
+
+@pytest.fixture(scope="module")
+def notebook(tmp_path_factory):
+    sources = {
+        "a = 2 * 3\nb = 5\nc = b > 1": [],
+        "class ClaimError(AssertionError): ...\nif a != 6:\n    raise ClaimError('six')": [],
+        "print(b)": [new_output("stream", name="stdout", text="5\n")],
+    }
+    cells = [new_code_cell(s, outputs=o, execution_count=i) for i, (s, o) in enumerate(sources.items(), 1)]
+    path = tmp_path_factory.mktemp("doubt") / "lesson.ipynb"
+    nbformat.write(new_notebook(cells=cells), path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("change", "result"),
+    [
+        (None, "survived"),
+        ("cell 1: 3 -> 4: a = 2 * 3", "claim"),
+        ("cell 1: 5 -> 6: b = 5", "comparison"),
+        ("cell 1: 1 -> 2: c = b > 1", "survived"),
+    ],
+)
+def test_a_fault_is_caught_by_a_claim_by_the_comparison_or_survives(notebook, change, result):
+    sources = [c.source for c in nbformat.read(notebook, as_version=4).cells]
+    found = {fault.change: fault for fault in doubt.faults(sources)}
+    assert doubt.try_fault(notebook, found[change] if change else None) == result
+
+
+def test_shares_leave_out_what_is_listed_as_equivalent(tmp_path, monkeypatch):
+    monkeypatch.setattr(doubt, "EQUIVALENT", tmp_path / "equivalent.json")
+    doubt.EQUIVALENT.write_text('{"a.ipynb": {"cell 1: x": "changes nothing"}}')
+    results = {"x": "survived", "y": "survived", "z": "claim", "w": "comparison"}
+    faults = [{"change": f"cell 1: {name}", "result": result} for name, result in results.items()]
+    assert doubt.shares({"faults": faults}, "a.ipynb") == (3, 2, 1)

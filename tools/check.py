@@ -1,0 +1,54 @@
+"""Run only what a change can have touched: notebooks whose code or local files differ from what made their outputs,
+notebooks and tests that git sees as changed, and tests of changed modules.
+
+`make test` is the proof; this is for between two edits. Usage: python tools/check.py [--since REF] [pytest arguments]
+"""
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+
+from notebooks import ROOT, find, is_stale, used_by
+
+# They read every text and notebook, and take seconds.
+_ALWAYS = ("tests/test_documents.py", "tests/test_claims_can_fail.py")
+
+
+def changed_files(since: str) -> set[Path]:
+    """What differs from a commit, new files included."""
+    asked = (["git", "diff", "--name-only", since], ["git", "ls-files", "--others", "--exclude-standard"])
+    lines = [
+        line
+        for command in asked
+        for line in subprocess.run(
+            ["git", "-c", "core.quotepath=off", *command[1:]], cwd=ROOT, capture_output=True, text=True, timeout=60
+        ).stdout.splitlines()
+    ]
+    return {ROOT / line for line in lines}
+
+
+def touched(since: str) -> list[str]:
+    """The notebooks and test files to run, by their names in the project."""
+    changed = changed_files(since)
+    notebooks = [path for path in find() if path in changed or is_stale(path)]
+    tests = [
+        path
+        for path in sorted((ROOT / "tests").rglob("test_*.py"))
+        if {path, *used_by([path.read_text(encoding="utf-8")], path.parent)} & changed
+    ]
+    names = [path.relative_to(ROOT).as_posix() for path in (*notebooks, *tests)]
+    return [*names, *(name for name in _ALWAYS if name not in names)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Run only what a change can have touched.")
+    parser.add_argument("--since", default="HEAD", help="the commit to compare with (HEAD)")
+    given, rest = parser.parse_known_args()
+    names = touched(given.since)
+    print(f"{len(names)} files can have been touched:", *names, sep="\n  ", flush=True)
+    raise SystemExit(subprocess.run([sys.executable, "-m", "pytest", "--nbval", *rest, *names], cwd=ROOT).returncode)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,274 @@
+"""Plant small faults in the lessons' own code, and count how many the proof notices: by a claim, by the comparison.
+
+For each notebook a seeded sample of changes is drawn: an operator, a constant, a dtype, a keyword left out, a
+line deleted; never in imports, figures, widgets, guesses, in what is timed, or in the claims themselves. With
+one change at a time the notebook runs again from the top in a fresh kernel. What is found goes to
+results/doubt/units.json; a run goes on where it stopped, unless the notebook or the code it uses has changed. A
+survivor that changes nothing a reader could notice is listed with its reason in tools/equivalent_faults.json.
+Usage: python tools/doubt.py [--minutes 60] [--faults 12] [--seed 0] [notebook or folder ...]
+"""
+
+import argparse
+import ast
+import concurrent.futures
+import copy
+import hashlib
+import json
+import multiprocessing
+import os
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import nbformat
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
+from notebooks import QUIET, RECORDED, ROOT, find, local_code, same_outputs
+from tqdm import tqdm
+
+RESULTS = ROOT / "results" / "doubt" / "units.json"
+EQUIVALENT = ROOT / "tools" / "equivalent_faults.json"
+# Calls whose arguments are words, pictures, seeds or clocks: a change there is no fault of the lesson.
+_SPARED_CALLS = (
+    "claim compare compiler copy_bandwidth describe display explore figure filterwarnings HTML ipywidgets is_fast "
+    "manual_seed measured peak_flops perf_counter plots quoted seconds_text seed_everything show table time_step "
+    "widgets"
+).split()
+_SPARED_KEYWORDS = set("alt caption device label max_rounds min_rounds seconds seed strict timeout title".split())
+_OPERATORS = {ast.Add: ("+", "-"), ast.Sub: ("-", "+"), ast.Mult: ("*", "/"), ast.Div: ("/", "*"),
+              ast.FloorDiv: ("//", "*"), ast.Pow: ("**", "*"), ast.Mod: ("%", "+")}  # fmt: skip
+_COMPARISONS = {ast.Lt: ("<", ">="), ast.LtE: ("<=", ">"), ast.Gt: (">", "<="), ast.GtE: (">=", "<"),
+                ast.Eq: ("==", "!="), ast.NotEq: ("!=", "==")}  # fmt: skip
+_DTYPES = {"bfloat16": "float16", "float16": "bfloat16", "float32": "float64", "float64": "float32",
+           "int64": "int32", "int32": "int64"}  # fmt: skip
+_PRECISIONS = {"bf16-mixed": "32-true", "16-mixed": "bf16-mixed", "bf16-true": "bf16-mixed", "32-true": "bf16-mixed",
+               "bf16": "fp16", "fp16": "bf16", "fp32": "bf16"}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One change: in the code cell of this number, from 1, the text from `start` to `end` becomes `text`."""
+
+    cell: int
+    kind: str
+    start: int
+    end: int
+    text: str
+    change: str
+
+
+def faults(sources: list[str]) -> list[Fault]:
+    """Every change that may be planted in these code cells."""
+    return [fault for number, source in enumerate(sources, 1) for fault in _faults_in(number, source)]
+
+
+def sample(found: list[Fault], count: int, seed: int) -> list[Fault]:
+    """So many of them at random, the kinds in turn, so that constants, the most frequent, leave room for the rest."""
+    chance = random.Random(seed)
+    piles: dict[str, list[Fault]] = {}
+    for fault in chance.sample(found, len(found)):
+        piles.setdefault(fault.kind, []).append(fault)
+    chosen: list[Fault] = []
+    while len(chosen) < count and any(piles.values()):
+        chosen += [pile.pop() for _, pile in sorted(piles.items()) if pile][: count - len(chosen)]
+    return chosen
+
+
+def _faults_in(number: int, source: str) -> Iterator[Fault]:
+    text = "\n".join(" " * len(line) if line.startswith(("%", "!")) else line for line in source.splitlines())
+    tree = ast.parse(text)
+    # the tree counts columns in bytes
+    lines = [0, *(i + 1 for i, byte in enumerate(text.encode()) if byte == 10)]
+    encoded = text.encode()
+
+    def at(line: int, column: int) -> int:
+        return len(encoded[: lines[line - 1] + column].decode())
+
+    def span(node: ast.AST) -> tuple[int, int]:
+        return at(node.lineno, node.col_offset), at(node.end_lineno, node.end_col_offset)
+
+    def fault(kind: str, start: int, end: int, new: str) -> Fault:
+        line = " ".join(text[text.rfind("\n", 0, start) + 1 : (text + "\n").find("\n", end)].split())
+        said = "deleted" if kind == "line" else f"{text[start:end].strip(', ')} -> {new or 'left out'}"
+        return Fault(number, kind, start, end, new, f"cell {number}: {said}: {line}")
+
+    def between(left: ast.AST, right: ast.AST, old: str, new: str) -> Iterator[Fault]:
+        start, end = span(left)[1], span(right)[0]
+        place = text.find(old, start, end)
+        if place >= 0 and text[start:end].count(old) == 1:
+            yield fault("operator", place, place + len(old), new)
+
+    for node in _lesson_code(tree):
+        if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS and not isinstance(node.left, ast.JoinedStr):
+            yield from between(node.left, node.right, *_OPERATORS[type(node.op)])
+        elif isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in _COMPARISONS:
+            yield from between(node.left, node.comparators[0], *_COMPARISONS[type(node.ops[0])])
+        elif isinstance(node, ast.Constant) and isinstance(node.value, bool):
+            yield fault("constant", *span(node), str(not node.value))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, int | float):
+            new = node.value + 1 if isinstance(node.value, int) else node.value * 2
+            yield fault("constant", *span(node), repr(new))
+        elif isinstance(node, ast.Constant) and node.value in _PRECISIONS:
+            yield fault("dtype", *span(node), repr(_PRECISIONS[node.value]))
+        elif isinstance(node, ast.Attribute) and node.attr in _DTYPES and ast.unparse(node.value) == "torch":
+            yield fault("dtype", *span(node), f"torch.{_DTYPES[node.attr]}")
+        elif isinstance(node, ast.Call):
+            parts = sorted([*node.args, *(k.value for k in node.keywords)], key=lambda part: span(part)[0])
+            for keyword in node.keywords:
+                if keyword.arg and keyword.arg not in _SPARED_KEYWORDS:
+                    place = parts.index(keyword.value)
+                    start = span(parts[place - 1])[1] if place else at(keyword.lineno, keyword.col_offset)
+                    end = span(keyword.value)[1]
+                    if not place and len(parts) > 1:
+                        end = text.index(",", end) + 1
+                    yield fault("keyword", start, end, "")
+        elif isinstance(node, ast.Expr | ast.AugAssign) and not isinstance(getattr(node, "value", 0), ast.Constant):
+            yield fault("line", *span(node), "pass")
+
+
+def _lesson_code(node: ast.AST) -> Iterator[ast.AST]:
+    """The nodes of a tree where a fault of the lesson could be."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import | ast.ImportFrom | ast.JoinedStr):
+            continue
+        if isinstance(child, ast.keyword) and child.arg in _SPARED_KEYWORDS:
+            continue
+        if isinstance(child, ast.Call | ast.Expr | ast.Assign | ast.FunctionDef | ast.With) and _spared(child):
+            continue
+        yield child
+        yield from _lesson_code(child)
+
+
+def _spared(node: ast.AST) -> bool:
+    """Whether this is about showing or guessing: it calls one of the spared functions, or names a guess."""
+    if isinstance(node, ast.Assign) and any("guess" in ast.unparse(target) for target in node.targets):
+        return True
+    if isinstance(node, ast.FunctionDef):
+        return any(isinstance(n, ast.Call) and "plots." in ast.unparse(n.func) for n in ast.walk(node))
+    value = node if isinstance(node, ast.Call) else getattr(node, "value", None)
+    if not isinstance(value, ast.Call):
+        return False
+    names = ast.unparse(value.func).replace("(", ".").split(".")
+    return any(name.startswith("claim") or name in _SPARED_CALLS or name in ("ax", "axes") for name in names)
+
+
+class _Doubted(NotebookClient):
+    """Runs a notebook and notes whether an output differs from the stored one."""
+
+    def __init__(self, stored: nbformat.NotebookNode, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.stored, self.differs = stored, False
+
+    async def async_execute_cell(self, cell, cell_index, *args, **kwargs):
+        done = await super().async_execute_cell(cell, cell_index, *args, **kwargs)
+        if cell.cell_type == "code" and not self.differs:
+            self.differs = not same_outputs(self.stored.cells[cell_index].outputs, cell.outputs)
+        return done
+
+
+def try_fault(path: Path, fault: Fault | None) -> str:
+    """Run the notebook with the fault: `claim`, `comparison` or `survived`; without one, whether it passes at all."""
+    os.environ.update(QUIET)
+    stored = nbformat.read(path, as_version=4)
+    doubted = copy.deepcopy(stored)
+    if fault:
+        code = [c for c in doubted.cells if c.cell_type == "code"][fault.cell - 1]
+        code.source = code.source[: fault.start] + fault.text + code.source[fault.end :]
+    limit = 60 + 3 * int(stored.metadata.get(RECORDED, {}).get("seconds", 60))
+    where = {"metadata": {"path": str(path.parent)}}
+    client = _Doubted(stored, doubted, timeout=limit, kernel_name="python3", coalesce_streams=True, resources=where)
+    try:
+        client.execute()
+    except CellExecutionError as error:
+        return "claim" if error.ename == "ClaimError" else "comparison"
+    except (CellTimeoutError, DeadKernelError):
+        return "comparison"
+    return "comparison" if client.differs else "survived"
+
+
+def fingerprint(path: Path) -> str:
+    """A hash of the notebook's code and of the local files that it uses."""
+    notebook = nbformat.read(path, as_version=4)
+    cells = "\n".join(c.source for c in notebook.cells if c.cell_type == "code")
+    return hashlib.sha256((cells + local_code(notebook, path.parent)).encode()).hexdigest()[:12]
+
+
+def shares(entry: dict, name: str) -> tuple[int, int, int]:
+    """How many faults of a notebook count, how many of these were caught, and how many by a claim."""
+    excused = json.loads(EQUIVALENT.read_text(encoding="utf-8")).get(name, {})
+    counted = [f["result"] for f in entry["faults"] if f["result"] != "survived" or f["change"] not in excused]
+    return len(counted), sum(r != "survived" for r in counted), counted.count("claim")
+
+
+def known_results() -> dict[str, dict]:
+    """What results/doubt/units.json holds, by notebook."""
+    return json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
+
+
+def _write(results: dict[str, dict]) -> None:
+    RESULTS.parent.mkdir(exist_ok=True)
+    partial = RESULTS.with_suffix(".partial")
+    partial.write_text(json.dumps(dict(sorted(results.items())), indent=1) + "\n", encoding="utf-8")
+    partial.replace(RESULTS)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Plant faults in the lessons and count which are noticed.")
+    parser.add_argument("names", nargs="*", help="notebooks or folders; without, all units")
+    parser.add_argument("--minutes", type=float, default=60.0, help="stop after so many minutes (60)")
+    parser.add_argument("--faults", type=int, default=12, help="faults a notebook (12)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="runs at a time")
+    given = parser.parse_args()
+    end = time.monotonic() + 60 * given.minutes
+    results = known_results()
+    waiting = []
+    for path in find(given.names or ["code-units"]):
+        name, mark = path.relative_to(ROOT).as_posix(), fingerprint(path)
+        if results.get(name, {}).get("made_by") != mark or results[name]["seed"] != given.seed:
+            results[name] = {"made_by": mark, "seed": given.seed, "faults": []}
+        sources = [c.source for c in nbformat.read(path, as_version=4).cells if c.cell_type == "code"]
+        tried = {f["change"] for f in results[name]["faults"]}
+        chosen = sample(faults(sources), given.faults, given.seed)
+        waiting += [(path, name, fault) for fault in chosen if fault.change not in tried]
+    with (
+        concurrent.futures.ProcessPoolExecutor(given.workers, multiprocessing.get_context("spawn")) as pool,
+        tqdm(total=len(waiting), unit="fault", disable=False) as bar,
+    ):
+        running: dict[concurrent.futures.Future, tuple[str, Fault]] = {}
+        while running or (waiting and time.monotonic() < end):
+            while waiting and len(running) < given.workers and time.monotonic() < end:
+                path, name, fault = waiting.pop(0)
+                running[pool.submit(try_fault, path, fault)] = name, fault
+            done, _ = concurrent.futures.wait(running, return_when=concurrent.futures.FIRST_COMPLETED)
+            for future in done:
+                name, fault = running.pop(future)
+                row = {"change": fault.change, "kind": fault.kind, "result": future.result()}
+                results[name]["faults"].append(row)
+                _write(results)
+                bar.update()
+                if row["result"] == "survived":
+                    bar.write(f"survived  {name}, {fault.change}")
+    report(results)
+    if waiting:
+        print(f"{len(waiting)} faults were not tried within {given.minutes:g} minutes: run this again to go on.")
+
+
+def report(results: dict[str, dict]) -> None:
+    """Print the share of faults that were caught, by notebook and in all."""
+    total = [0, 0, 0]
+    for name, entry in sorted(results.items()):
+        found = shares(entry, name)
+        total = [a + b for a, b in zip(total, found, strict=True)]
+        if found[0]:
+            print(
+                f"{found[1] / found[0]:5.0%} caught, {found[2] / found[0]:4.0%} by a claim, of {found[0]:3d}  {name}"
+            )
+    if total[0]:
+        print(f"{total[1] / total[0]:5.0%} caught, {total[2] / total[0]:4.0%} by a claim, of {total[0]:3d}  all")
+
+
+if __name__ == "__main__":
+    main()

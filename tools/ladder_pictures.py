@@ -1,0 +1,100 @@
+"""Draw images/ladder-NAME.png for every ladder that stands in results/: bars of speed-ups, a panel per machine.
+
+tools/readme.py draws the pictures whose results have changed; run as a script, this file draws all of them.
+"""
+
+import hashlib
+import json
+from pathlib import Path
+
+from matplotlib.figure import Figure
+from notebooks import ROOT
+from PIL import Image
+from PIL.PngImagePlugin import PngInfo
+
+from speedlab import plots
+from speedlab.results import recorded
+
+FOLDER = ROOT / "images"
+
+TASKS = {
+    "vit": "Fine-tuning ViT-B/16 at 224 pixels",
+    "distilbert": "Fine-tuning DistilBERT on long reviews",
+    "to-accuracy": "A small network to a fixed accuracy",
+}
+
+
+def measured(name: str) -> list[tuple[str, list[dict]]]:
+    """A machine's name and its measured rungs, for each file of results/ that has the ladder."""
+    found = []
+    for section in recorded(f"ladder-{name}").values():
+        stamp = section["stamp"]
+        where = f"{stamp['machine']}, {stamp['cores']} cores" + (", noisy" if section["noisy"] else "")
+        found.append((where, [row for row in section["rows"] if "skipped" not in row]))
+    return found
+
+
+def picture(name: str) -> Path:
+    return FOLDER / f"ladder-{name}.png"
+
+
+def fingerprint(name: str) -> str:
+    """What the picture is drawn from, as a hash: the picture carries it, so that a stale one is found."""
+    return hashlib.sha256(json.dumps(measured(name), sort_keys=True).encode()).hexdigest()
+
+
+def stale(name: str) -> bool:
+    """Whether the ladder has results that its picture does not show."""
+    if not measured(name):
+        return False
+    return not picture(name).exists() or Image.open(picture(name)).text.get("Fingerprint") != fingerprint(name)
+
+
+def alt(name: str) -> str:
+    """The picture in words: each machine's best speed-up at a rung that trains, at the same task as the start."""
+    tops = [(where, max(map(_counts, rows))) for where, rows in measured(name)]
+    said = "; ".join(f"{speedup:.2f} times as fast on {where}" for where, speedup in tops)
+    return f"Bar chart of a ladder. {TASKS[name]}: at best {said}."
+
+
+def _counts(row: dict) -> float:
+    return row["speedup"] if row["trains"] and not row["apart"] else 0.0
+
+
+def figure(name: str) -> Figure:
+    """The ladder's speed-ups as bars, a panel for each machine."""
+    machines = measured(name)
+    heights = [1.3 + 0.42 * len(rows) for _, rows in machines]
+    shown, axes = plots.figure(
+        8.5, sum(heights), rows=len(heights), squeeze=False, sharex=True, height_ratios=heights
+    )
+    for ax, (where, rows) in zip(axes[:, 0], machines, strict=True):
+        named = {_label(row): row for row in rows}
+        plots.bars(
+            ax,
+            {label: row["speedup"] for label, row in named.items()},
+            spread={label: (row["speedup_low"], row["speedup_high"]) for label, row in named.items()},
+            title=f"{TASKS[name]}\n{where}",
+            label="times as fast as the strict-fp32 start, median and middle half (longer is better)",
+            form="{:.2f}x",
+        )
+        ax.tick_params(labelbottom=True)  # which the shared axis hides
+    return shown
+
+
+def _label(row: dict) -> str:
+    if not row["trains"]:
+        return f"{row['rung']}\n(does not train)"
+    return f"{row['rung']}\n(another task)" if row["apart"] else row["rung"]
+
+
+def draw(name: str) -> None:
+    picture(name).write_bytes(plots.png(figure(name)))
+    mark = PngInfo()
+    mark.add_text("Fingerprint", fingerprint(name))
+    Image.open(picture(name)).save(picture(name), pnginfo=mark)
+
+
+if __name__ == "__main__":
+    for ladder in filter(measured, TASKS):
+        draw(ladder)
