@@ -156,6 +156,7 @@ def pytest_collect_file(file_path, parent):
     return [Notebook.from_parent(parent, path=n.path) if type(n) is IPyNbFile else n for n in found or []]
 
 
+@pytest.hookimpl(optionalhook=True)  # the course also runs without pytest-xdist
 def pytest_xdist_auto_num_workers(config):
     """As many workers as there are cores and, at 4 GB each, memory; one where there is less than 8 GB."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -97,6 +97,9 @@ def test_in_practice_calls_what_the_installed_libraries_have():
             if "(" in name:  # a method of what another call returns
                 continue
             keywords = {keyword.arg: None for keyword in call.keywords}
+            if name == "Shard":  # written in C++: it has no signature
+                tensor.Shard(*[0] * len(call.args))
+                continue
             inspect.signature(eval(name, PRACTICE)).bind(*[None] * len(call.args), **keywords)
             checked.append(name)
     assert len(checked) > 20

@@ -169,7 +169,7 @@ def outcomes(tmp_path_factory):
     for name in ("conftest.py", "tools/notebooks.py"):
         (house / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, house / name)
-    (house / "pytest.ini").write_text("[pytest]\n")
+    (house / "pytest.ini").write_text("[pytest]\npythonpath = tools\n")
     units = house / "code-units"
     units.mkdir()
     controls = [cell(CLAIM, CLAIMED), *(control for control, _ in CONTROLS.values())]
