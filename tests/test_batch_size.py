@@ -1,10 +1,13 @@
 """The finder that 9.5.2 writes, on bad days: it returns only sizes that ran, and leaves everything as it was."""
 
 import contextlib
+import functools
 import gc
+import json
 import math
 import os
 import random
+import re
 import signal
 import sys
 import time
@@ -356,3 +359,41 @@ def test_a_process_that_raises(accidents):
     assert outcome.ended == "raised ValueError: no such image at a batch of 2"
     with pytest.raises(ValueError, match="must be positive"):
         under_limit.run(0, accidents["raises"])
+
+
+# --- What the notebooks recommend -----------------------------------------------------------------------------------
+
+
+def practice(number: int) -> str:
+    """The snippet under *In practice* of a notebook of this unit."""
+    [path] = UNIT.glob(f"{number}-*.ipynb")
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    prose = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
+    return re.search(r"### In practice\n+```python\n(.*?)```", prose, re.S)[1]
+
+
+@pytest.mark.parametrize("batch_size", [64, 256, 1024])
+def test_the_rates_in_practice_can_be_trained_with(batch_size, tmp_path):
+    """Below, at and above the recipe's batch: optimizers, schedule and arguments exist, and take a step."""
+    from torch import optim
+    from torch.optim import lr_scheduler
+    from transformers import TrainingArguments
+
+    model, k = nn.Linear(4, 1), batch_size / 256
+    given = {"model": model, "batch_size": batch_size, "world_size": 1, "accumulate_steps": 1, "C": 512}
+    given |= {"updates": 100, "warmup_updates": 10, **vars(optim), **vars(lr_scheduler)}
+    given["TrainingArguments"] = functools.partial(TrainingArguments, output_dir=str(tmp_path))
+    made = defined(practice(3), "<in practice>", **given)
+    assert made["saturating"] == pytest.approx((1 + 512 / 256) / (1 + 512 / batch_size))
+    rate = made["optimizer"].param_groups[0]
+    assert rate["lr"] == pytest.approx(0.1 * min(1, made["saturating"]))
+    for _ in range(10):
+        for optimizer in (made["optimizer"], made["adamw"]):
+            optimizer.zero_grad()
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+        made["schedule"].step()
+    assert rate["lr"] == pytest.approx(0.1 * made["saturating"])
+    assert made["adamw"].defaults["betas"] == pytest.approx((1 - k * 0.1, 1 - k * 0.001))
+    assert made["arguments"].get_warmup_steps(1000) == 50
+    assert made["arguments"].adam_epsilon == pytest.approx(1e-8 / math.sqrt(k))
