@@ -11,21 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from speedlab.checks.core import (
-    apart,
-    ask,
-    check,
-    choices,
-    close,
-    expect,
-    fail,
-    number,
-    sequence,
-    side_by_side,
-    where,
-    whole,
-)
-from speedlab.checks.core import diagnose as name_fault
+from speedlab.checks import core
+from speedlab.checks.core import apart, ask, check, choices, close, expect, number, sequence, where, whole
 
 # one step: when it asked for its batch, when it had it, when it was done with it; an epoch is a list of steps
 Step = tuple[float, float, float]
@@ -48,19 +35,15 @@ def forecast(answer: Callable[[float, float, int], tuple[float, float]]) -> None
             seconds, share = number(got[0], "The time of a step"), number(got[1], "The share of waiting")
             plain, paced = load + step, load / max(workers, 1)
             wanted = plain if workers == 0 else max(paced, step)
-            if not close(seconds, wanted):
-                hints = {
-                    "That is in milliseconds; return seconds.": 1000 * wanted,
-                    "Without workers nothing overlaps: loading and training take turns.": workers == 0,
-                    "With workers, loading and training happen at the same time: do not add their times.": (
-                        close(seconds, paced + step) or close(seconds, plain)
-                    ),
-                    "The slower of the two sets the pace, not the faster one.": min(paced, step),
-                    "Each of the workers makes a batch in `load` seconds; together they make more.": max(load, step),
-                }
-                right, said = apart(wanted, seconds)
-                why = name_fault(seconds, hints, otherwise="Divide `load` by the number of workers.")
-                fail(f"a step takes {right} s in the long run; you say {said} s. {why}")
+            added = workers > 0 and (close(seconds, paced + step) or close(seconds, plain))
+            hints = {
+                "That is in milliseconds; return seconds.": 1000 * wanted,
+                "Without workers nothing overlaps: loading and training take turns.": workers == 0,
+                "With workers, loading and training happen at the same time: do not add their times.": added,
+                "The slower of the two sets the pace, not the faster one.": min(paced, step),
+                "Each of the workers makes a batch in `load` seconds; together they make more.": max(load, step),
+            }
+            _agree("the seconds per step, in the long run,", seconds, wanted, hints, "Divide `load` by the workers.")
             waits = 1 - step / wanted
             hints = {
                 "That is the share in which it works.": 1 - waits,
@@ -68,10 +51,14 @@ def forecast(answer: Callable[[float, float, int], tuple[float, float]]) -> None
                 "Waiting is never negative.": share < 0,
                 "Do not round it.": abs(share - waits) < 0.01,
             }
-            right, said = apart(waits, share)
-            text = f"the model works {step:g} of {wanted:g} s, so it waits for a share of {right}; you say {said}. "
-            otherwise = "Divide the waiting by the whole step."
-            expect(close(share, waits, absolute=1e-9), lambda: text + name_fault(share, hints, otherwise))  # noqa: B023
+            text = f"the model works {step:g} of {wanted:g} s; the share that it waits"
+            _agree(text, share, waits, hints, "Divide the waiting by the whole step.")
+
+
+def _agree(what: str, got: float, wanted: float, faults: dict, otherwise: str) -> None:
+    right, said = apart(wanted, got)
+    same = close(got, wanted, absolute=1e-9)
+    expect(same, lambda: f"{what} is {right}; you say {said}. {core.diagnose(got, faults, otherwise)}")
 
 
 # --- Task 2 ---------------------------------------------------------------------------------------------------------
@@ -210,11 +197,8 @@ def meet_again(first: Plan, second: Plan) -> float:
     """Of all pairs that share a batch in the first epoch, the share that does so in the second one too."""
     batch_of = {i: number for number, batch in enumerate(second) for i in batch}
     together = Counter((number, batch_of[i]) for number, batch in enumerate(first) for i in batch)
-    return sum(map(_pairs, together.values())) / max(1, sum(_pairs(len(batch)) for batch in first))
-
-
-def _pairs(size: int) -> int:
-    return size * (size - 1) // 2
+    pairs = sum(math.comb(len(batch), 2) for batch in first)
+    return sum(math.comb(size, 2) for size in together.values()) / max(1, pairs)
 
 
 @check("Task 3, batches of similar length")
@@ -251,11 +235,9 @@ def _plan(answer: Callable, lengths: list[int], budget: int, generator: torch.Ge
     expect(not twice, f"{twice} texts come more than once in an epoch.")
     for batch in batches:
         longest = max(lengths[i] for i in batch)
-        hint = (
-            f"a batch of {len(batch)} texts, the longest of {longest}, has {len(batch) * longest:,} positions, with "
-        )
-        hint += f"padding; only {budget} fit. It is the longest that decides, times the number of texts."
-        expect(len(batch) * longest <= budget, hint)
+        size, rule = len(batch) * longest, "It is the longest that decides, times the number of texts."
+        what = f"a batch of {len(batch)} texts, the longest of {longest}, has {size:,} positions with padding"
+        expect(size <= budget, f"{what}; only {budget} fit. {rule}")
     return batches
 
 
@@ -276,9 +258,8 @@ def _examine_chance(plans: list[Plan], lengths: list[int]) -> None:
     expect(again <= 0.3, f"{again:.1%} of the pairs in a batch meet again in the next epoch; 30% is allowed. {how}")
     means = [statistics.fmean(lengths[i] for i in batch) for batch in plans[0]]
     alike = [_correlation(means[:-lag], means[lag:]) for lag in range(1, len(means) // 2)]
-    trend = abs(_correlation(range(len(means)), means))
     waves = "the lengths of your batches rise and fall in a pattern: shuffle the batches too, at the end."
-    expect(max([trend, *alike], default=0.0) <= 0.5, waves)
+    expect(max(alike, default=0.0) <= 0.5, waves)
 
 
 def _examine_order(plans: list[Plan], lengths: list[int]) -> None:
@@ -336,11 +317,10 @@ class _Stage:
         self.stepped[index].set()
         if self.meet and index + 1 < self.count and self._wait(self.begun[index + 1]):
             self.seen.add(("step", index))
-        if not self.meet:
-            time.sleep(0.05)  # whatever fails ahead of this step does so now
-        if index == 0 and not self.meet:
+        if not self.meet and index == 0:
             self._wait(self.begun[min([self.depth, self.count - 1, *self.broken[:1]])])
-            time.sleep(0.3)  # time enough to run ahead too far
+        if not self.meet:
+            time.sleep(0.05 if index else 0.3)  # time enough to run ahead too far, or for a later load to fail
         if self.interrupt and index == self.interrupt[0]:
             time.sleep(0.3)  # the thread waits for room by now
             raise self.interrupt[1]
@@ -364,27 +344,19 @@ def _play(answer: Callable, stage: _Stage) -> _Stage:
         stage.left = [t for t in threading.enumerate() if t not in before and t is not me and t.is_alive()]
 
     with where(f"With count={stage.count} and depth={stage.depth}"):
-        side_by_side(call, seconds=_LIMIT)
+        core.side_by_side(call, seconds=_LIMIT)
+        end = "In a `finally`, tell it to stop, give it room in case it waits for that, and join it."
+        expect(not stage.left, f"a thread of yours still runs when your loop has ended. {end}")
         expect(
-            not stage.left,
-            "a thread of yours still runs when your loop has ended. In a `finally`, tell it to stop, give it room in "
-            "case it waits for that, and join it.",
+            stage.step_threads <= {stage.caller},
+            "`step` must run in the thread that called you, and `load` in another one.",
         )
-        here = stage.step_threads <= {stage.caller}
-        expect(here, "`step` must run in the thread that called you, and `load` in another one.")
     return stage
 
 
 @check("Task 4, a loop that overlaps", seconds=120)
 def train_overlapped(answer: Callable) -> None:
-    for count, depth, meet in (
-        (8, 1, True),
-        (8, 1, False),
-        (12, 3, True),
-        (12, 3, False),
-        (1, 2, True),
-        (0, 2, True),
-    ):
+    for (count, depth), meet in itertools.product(((8, 1), (12, 3), (1, 2), (0, 2)), (True, False)):
         stage = _play(answer, _Stage(count, depth, meet))
         if stage.error is not None:
             raise stage.error
@@ -405,16 +377,14 @@ def train_overlapped(answer: Callable) -> None:
 def _examine_loop(stage: _Stage) -> None:
     everything, overlaps = list(range(stage.count)), stage.overlaps()
     expect(sorted(stage.loaded) == everything, f"of {stage.count} batches, these were loaded: {stage.loaded}.")
-    none = "Is a batch of None taken for an error or the end?" if 2 not in stage.trained else "Keep their order."
-    # None is found at the place of batch 2
-    expect(stage.trained == everything, f"the steps had the batches {stage.trained}. {none}")
+    expect(stage.trained == everything, f"the steps had the batches {stage.trained}. Keep their order; 2 was None.")
     if stage.meet:
         alone = stage.loader in (None, stage.caller)
         how = "Begin to load before the step, in another thread." if alone else "Give the slot back before the step."
         few = f"only {overlaps} of {stage.count - 1} steps ran while the next batch was being loaded. {how}"
         expect(overlaps >= stage.count - 1, few)
         return
+    most, wanted = stage.most_ahead, min(stage.depth, max(stage.count - 1, 0))
     room = "Take a slot before you load, and give it back when the trainer takes the batch."
-    ahead = f"the loader ran {stage.most_ahead} batches ahead; depth={stage.depth} allows {stage.depth}. {room}"
-    expect(stage.most_ahead <= stage.depth, ahead)
-    expect(stage.most_ahead == stage.depth, f"only {stage.most_ahead} batches were begun ahead. Make use of `depth`.")
+    expect(most <= wanted, f"the loader ran {most} batches ahead; {wanted} are allowed. {room}")
+    expect(most == wanted, f"only {most} batches were begun ahead, of {wanted}. Make use of `depth`.")
