@@ -6,7 +6,7 @@ and again until it says that all is done. DIR has to outlast the calls. --scale 
 
 import sys
 
-from benchmarks import attention, batch, compile, day, finder, ladder, loading, memory, overhead, precision
+from benchmarks import attention, batch, compile, day, finder, ladder, loading, memory, notebooks, overhead, precision
 
 PARTS = {
     "precision": precision.items,
@@ -19,6 +19,7 @@ PARTS = {
     "finder": finder.items,
     "attention": attention.items,
     "overhead": overhead.items,
+    "notebooks": notebooks.items,
 }
 
 if __name__ == "__main__":
