@@ -27,6 +27,8 @@ SCALES = ("tiny", "quick", "full")
 UNFINISHED = 75
 # An item that took the whole call with it so many times is given up.
 _TRIES = 2
+# Seconds for which the rates of the products are taken as they were.
+_RATES_HOLD = 60
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,7 @@ class Day:
         self.tried = self.path.with_suffix(".tried")
         self.end = time.monotonic() + 60 * options.minutes if options.minutes else float("inf")
         self.load, self.done = psutil.getloadavg()[0], 0
+        self.rates, self.rates_until = {}, 0.0
 
     def known(self, section: str) -> tuple[list[dict], dict[str, float] | None]:
         """The rows of a section that count as measured, and the products' rates when they were begun.
@@ -103,14 +106,14 @@ class Day:
         # writing the results makes the work tree differ from its commit
         if not stamp or any(_clean(stamp[key]) != _clean(now[key]) for key in keys):
             return [], None
-        rows = [row for row in found["rows"] if row.get("scale") == self.session.scale]
+        rows = [row for row in found["rows"] if "item" in row and row["scale"] == self.session.scale]
         again = {row["item"] for row in rows if self.options.again and "not_run" in row}
-        return [row for row in rows if row["item"] not in again], stamp["products"]["before"]
+        return [row for row in rows if row["item"] not in again], stamp.get("products", {}).get("before")
 
     def part(self, section: str, items: list[Item], order: list[str]) -> bool:
         """Measure the items that the file lacks and that there is time for; say whether there was time for all."""
         rows, before = self.known(section)
-        before, whole = before or record.products(), True
+        before, whole = before or self.products(), True
         print(f"\n{section}", flush=True)
         for item in items:
             mine = [row for row in rows if row["item"] == item.name]
@@ -121,12 +124,18 @@ class Day:
                 mine = self.measured(section, item, rows)
                 rows = sorted([*rows, *mine], key=lambda row: order.index(row["item"]))
                 others = max([self.load, *(row["other_cores"] for row in rows)])
-                record.record(section, rows, self.path, before, others)
+                record.record(section, rows, self.path, before, self.products(), others)
                 self.done += 1
                 self.tried.unlink(missing_ok=True)
             for row in mine:
                 print(f"  {item.name}: {row.get('found') or 'not run, ' + row['not_run']}", flush=True)
         return whole
+
+    def products(self) -> dict[str, float]:
+        """The products' rates, measured within the last minute."""
+        if time.monotonic() > self.rates_until:
+            self.rates, self.rates_until = record.products(), time.monotonic() + _RATES_HOLD
+        return self.rates
 
     def measured(self, section: str, item: Item, rows: list[dict]) -> list[dict]:
         """The rows of an item; an error makes one that says so, and its traceback goes to stderr."""
@@ -216,6 +225,8 @@ def parse(parts: dict[str, Part], about: str, arguments: list[str] | None) -> ar
 def main(parts: dict[str, Part], about: str, arguments: list[str] | None = None) -> int:
     """Run these parts as the command line says; what the process returns: 0, or `UNFINISHED`, or 1 for an error."""
     options = parse(parts, about, arguments)
+    # for the processes that are started from here: the helpers need not be installed
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(FOLDER.parent), os.environ.get("PYTHONPATH", "")])
     device = machine.device()
     seconds = options.seconds or (6.0 if device.type == "cuda" else 20.0)
     session = Session(device, options.scale, seconds)

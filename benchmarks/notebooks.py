@@ -36,7 +36,7 @@ def measured(path: Path, session: Session, rows: list[dict]) -> list[dict]:
     if missing:
         return [{"task": task, "not_run": f"{' and '.join(missing)} cannot be imported here"}]
     asked = [sys.executable, "-m", "benchmarks.notebooks", "--child", str(path)]
-    quiet = {"TQDM_DISABLE": "1", "OMP_WAIT_POLICY": "passive", "MPLBACKEND": "agg", "PYTHONPATH": str(ROOT)}
+    quiet = {"TQDM_DISABLE": "1", "OMP_WAIT_POLICY": "passive", "MPLBACKEND": "agg"}
     try:
         ended = subprocess.run(asked, cwd=path.parent, env={**os.environ, **quiet}, capture_output=True, text=True,
                                timeout=_TIMEOUT)  # fmt: skip

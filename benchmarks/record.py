@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from speedlab import machine
-from speedlab.results import FOLDER, load
+from speedlab.results import load
 
 # With more than this much other work per core, a run is marked noisy; so it is when a product's rate moves by more.
 _QUIET_LOAD = 0.5
@@ -69,15 +69,20 @@ def _commit() -> str:
 
 
 def record(
-    section: str, rows: list[dict], path: Path, before: dict[str, float], other_cores: float = 0.0
+    section: str,
+    rows: list[dict],
+    path: Path,
+    before: dict[str, float],
+    after: dict[str, float],
+    other_cores: float = 0.0,
 ) -> dict[str, object]:
     """Put `rows` into a section of the file `path`, with a stamp, and return the section.
 
-    `before` holds the products' rates when the run began; they are measured again now. The section is marked noisy
-    where they moved by more than 15%, or where `other_cores`, the cores that other work kept busy, are more than half
-    of them. The file is replaced in one move, so that an interrupt leaves the old one.
+    `before` and `after` hold the products' rates when the run began and now. The section is marked noisy where they
+    moved by more than 15%, or where `other_cores`, the cores that other work kept busy, are more than half of them.
+    The file is replaced in one move, so that an interrupt leaves the old one.
     """
-    known, after = load(path), products()
+    known = load(path)
     made = {**stamp(), "load": round(other_cores, 2), "products": {"before": before, "after": after}}
     noisy = other_cores > _QUIET_LOAD * made["cores"] or moved(before, after)
     known[section] = {"stamp": made, "noisy": noisy, "rows": rows}
@@ -89,8 +94,3 @@ def record(
     finally:
         part.unlink(missing_ok=True)
     return known[section]
-
-
-def default_path() -> Path:
-    """Where this machine's results belong."""
-    return FOLDER / f"{slug()}.json"

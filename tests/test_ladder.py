@@ -202,13 +202,13 @@ def test_rows_of_another_machine_version_or_commit_are_not_taken_over(change, tm
 
 def test_a_write_that_fails_leaves_the_old_file_and_no_other(tmp_path, monkeypatch):
     out = tmp_path / "results.json"
-    record.record("a", [{"n": 1}], out, {})
+    record.record("a", [{"n": 1}], out, {}, {})
     before = out.read_bytes()
     with pytest.raises(TypeError):
-        record.record("a", [{"n": object()}], out, {})
+        record.record("a", [{"n": object()}], out, {}, {})
     monkeypatch.setattr(record.Path, "replace", lambda *_: (_ for _ in ()).throw(OSError("the disk is full")))
     with pytest.raises(OSError, match="full"):
-        record.record("a", [{"n": 2}], out, {})
+        record.record("a", [{"n": 2}], out, {}, {})
     assert out.read_bytes() == before and list(tmp_path.iterdir()) == [out]
 
 
@@ -230,7 +230,7 @@ def test_a_run_beside_other_work_is_marked_noisy(tmp_path, monkeypatch):
 
 def test_a_run_whose_products_moved_is_marked_noisy(tmp_path):
     for now, noisy in ((1.1e12, False), (1.2e12, True), (0.8e12, True)):
-        section = record.record("a", [], tmp_path / "a.json", {"fp32": now})
+        section = record.record("a", [], tmp_path / "a.json", {"fp32": now}, {"fp32": 1e12})
         assert section["noisy"] is noisy and section["stamp"]["products"]["before"] == {"fp32": now}
 
 

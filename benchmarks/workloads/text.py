@@ -160,6 +160,7 @@ class Text(Workload):
         labels = torch.tensor([row % 2 for row in rows]).to(self.device)
         return {"input_ids": tokens.to(self.device), "attention_mask": mask.to(self.device)}, labels
 
+    @functools.cache  # noqa: B019 (a workload lives as long as the process)
     def review(self, row: int) -> torch.Tensor:
         """The tokens of one review, the same each time: a tenth of them come from words that only its label uses."""
         generator, length = torch.Generator().manual_seed(row), self.lengths[row]
