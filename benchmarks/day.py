@@ -87,11 +87,11 @@ class OtherWork:
 class Day:
     """One call: the file, the time left, and the items that an earlier call left unfinished."""
 
-    def __init__(self, session: Session, out: Path, options: argparse.Namespace):
+    def __init__(self, session: Session, out: Path, options: argparse.Namespace, others: float):
         self.session, self.path, self.options = session, out / f"{record.slug()}.json", options
         self.tried = self.path.with_suffix(".tried")
         self.end = time.monotonic() + 60 * options.minutes if options.minutes else float("inf")
-        self.load, self.done = psutil.getloadavg()[0], 0
+        self.others, self.done = others, 0
         self.rates, self.rates_until = {}, 0.0
 
     def known(self, section: str) -> tuple[list[dict], dict[str, float] | None]:
@@ -123,7 +123,7 @@ class Day:
             if not mine:
                 mine = self.measured(section, item, rows)
                 rows = sorted([*rows, *mine], key=lambda row: order.index(row["item"]))
-                others = max([self.load, *(row["other_cores"] for row in rows)])
+                others = max([self.others, *(row["other_cores"] for row in rows)])
                 record.record(section, rows, self.path, before, self.products(), others)
                 self.done += 1
                 self.tried.unlink(missing_ok=True)
@@ -230,8 +230,9 @@ def main(parts: dict[str, Part], about: str, arguments: list[str] | None = None)
     device = machine.device()
     seconds = options.seconds or (6.0 if device.type == "cuda" else 20.0)
     session = Session(device, options.scale, seconds)
-    print(machine.describe())
-    day = Day(session, options.out, options)
+    others = OtherWork()
+    print(machine.describe())  # which sleeps for a moment
+    day = Day(session, options.out, options, others.cores())
     try:
         whole = True
         for name in options.parts or parts:

@@ -220,7 +220,6 @@ def test_a_damaged_file_is_named_and_kept(tmp_path, capsys):
 
 
 def test_a_run_beside_other_work_is_marked_noisy(tmp_path, monkeypatch):
-    monkeypatch.setattr(day.psutil, "getloadavg", lambda: (0.0, 0.0, 0.0))
     for cores, noisy in ((0.0, False), (1000.0, True)):
         monkeypatch.setattr(day.OtherWork, "cores", lambda self, cores=cores: cores)
         assert run(one(lambda rows: [{"task": "x", "found": "1 s"}]), tmp_path, "--fresh") == 0
