@@ -107,8 +107,8 @@ class Day:
         if not stamp or any(_clean(stamp[key]) != _clean(now[key]) for key in keys):
             return [], None
         rows = [row for row in found["rows"] if "item" in row and row["scale"] == self.session.scale]
-        again = {row["item"] for row in rows if self.options.again and "not_run" in row}
-        return [row for row in rows if row["item"] not in again], stamp.get("products", {}).get("before")
+        measured = {row["item"] for row in rows if "not_run" not in row or not self.options.again}
+        return [row for row in rows if row["item"] in measured], stamp.get("products", {}).get("before")
 
     def part(self, section: str, items: list[Item], order: list[str]) -> bool:
         """Measure the items that the file lacks and that there is time for; say whether there was time for all."""

@@ -13,8 +13,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from benchmarks import __main__ as everything
 from benchmarks import attention, batch, finder, loading, memory, notebooks, precision, race, record
 from benchmarks.day import Session
+from benchmarks.ladder import WORKLOADS
 from benchmarks.workloads.vit import Vit
-from speedlab import count, machine
+from speedlab import count
 
 CPU = Session(torch.device("cpu"), "tiny", 1e-3)
 GPU = Session(torch.device("cuda"), "tiny", 1e-3)
@@ -63,17 +64,17 @@ def test_on_a_gpu_memory_is_read_from_the_allocator(monkeypatch):
     assert "the prediction is off by" in row["found"]
 
 
-@pytest.mark.parametrize("half", ["", "bf16", "fp16"])
-def test_the_forward_pass_on_a_gpu_runs_on_fake_tensors(half):
-    work = Vit(torch.device("cuda"), "tiny")
-    settings = replace(work.start(), autocast=half, host_metric=False, channels_last=True)
+@pytest.mark.parametrize("kind", WORKLOADS.values(), ids=WORKLOADS)
+def test_the_forward_pass_on_a_gpu_runs_on_fake_tensors(kind):
+    gpu = torch.device("cuda", 0)
+    work = kind(gpu, "tiny")
     with FakeTensorMode(allow_non_fake_inputs=True), count.without_initialisation():
-        with torch.device("cuda"):
-            run = work.training(settings)
-        images, labels = work.blank(settings, 4)
-        given = {name: tensor.to("cuda") for name, tensor in images.items()}, labels.to("cuda")
-        loss, logits = run.loss(run.forward, given)
-    assert loss.device.type == "cuda" and logits.dtype == machine.DTYPES[half or "fp32"]
+        with gpu:
+            run = work.training(replace(work.start(), host_metric=False, fused=True))
+        inputs, labels = work.blank(run.settings, 4)
+        batch = {name: tensor.to(gpu) for name, tensor in inputs.items()}, labels.to(gpu)
+        loss, logits = run.loss(run.forward, batch)
+    assert loss.device.type == logits.device.type == "cuda" and len(logits) == 4
 
 
 def test_the_largest_batch_predicted_is_the_last_that_fits():
