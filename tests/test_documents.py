@@ -24,7 +24,7 @@ CELL, CODE, WORDS = 15, 250, 3000
 LONGER = {
     **{f"code-units/9.3-multi-gpu/{n}": (20, 250, 3000) for n in (1, 2, 4)},
     **{f"code-units/9.{unit}": (20, 350, 3000) for unit in (5, 6, 7)},
-    **{f"{folder}/exercise-{n}": (20, 350, 3000) for folder in ("exercises", "solutions") for n in range(3, 9)},
+    **{f"{folder}/exercise-{n}": (20, 350, 3000) for folder in ("exercises", "solutions") for n in range(3, 8)},
 }
 
 
