@@ -9,7 +9,7 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 from notebooks import ROOT
 
 from exercises import content, stale, stub
-from speedlab.checks import check
+from speedlab.checks.core import check
 
 # the cell under a task: a check of one answer has its name, one of several names them
 CHECK = re.compile(r"checks\.(\w+)\((\1|\w+(?:, \w+)+)\)")
