@@ -19,7 +19,9 @@ def size(said: str) -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m speedlab.diagnose", description="Say what bounds a training step.")
+    parser = argparse.ArgumentParser(
+        prog="python -m speedlab.diagnose", description="Say what bounds a training step."
+    )
     parser.add_argument("place", metavar="file.py:function", help="a function without arguments that returns a Job")
     parser.add_argument("--minutes", type=float, default=3.0, help="time for clocks, in all (3)")
     parser.add_argument("--memory", type=size, help="the limit that the peak must keep, such as 16GiB")

@@ -91,9 +91,7 @@ def channels_last(job: Job) -> Job | str:
                 tensor.data = tensor.data.contiguous(memory_format=torch.channels_last)
         return made
 
-    return replace(
-        job, make_model=lambda: job.make_model().to(memory_format=torch.channels_last), make_batch=batch
-    )
+    return replace(job, make_model=lambda: job.make_model().to(memory_format=torch.channels_last), make_batch=batch)
 
 
 def checkpointed(job: Job) -> Job | str:
@@ -105,8 +103,8 @@ def checkpointed(job: Job) -> Job | str:
         model = job.make_model()
         for block in blocks(model):
             forward = block.forward
-            block.forward = lambda *args, forward=forward, **options: (
-                checkpoint(forward, *args, use_reentrant=False, **options)
+            block.forward = lambda *args, forward=forward, **options: checkpoint(
+                forward, *args, use_reentrant=False, **options
             )
         return model
 
@@ -150,7 +148,7 @@ def climb(
     with untouched():
         now = counts(job)
         while time.monotonic() < end:
-            names = [a.technique for a in advise(now, device, memory) if a.helps and a.technique in RUNGS]
+            names = [a.technique for a in advise(now, device, memory) if (a.helps or a.may) and a.technique in RUNGS]
             name = next((n for n in names if n not in [rung.technique for rung in tried]), None)
             if name is None:
                 break

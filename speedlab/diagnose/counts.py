@@ -28,7 +28,9 @@ from speedlab.diagnose.jobs import DiagnoseError, Job, size_of, tensors, untouch
 FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"
 _NOTHING_LAUNCHED = frozenset(("_unsafe_view", "empty", "empty_like", "empty_strided", "new_empty", "detach"))
 # Operations whose result the host must wait for, and methods that copy to it.
-_WAITS = frozenset(("_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "_unique2", "unique_dim"))
+_WAITS = frozenset(
+    ("_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "_unique2", "unique_dim")
+)
 _COPIES = frozenset(("cpu", "numpy", "tolist"))
 _OURS = tuple(str(Path(file).parent) + os.sep for file in (__file__, torch.__file__))
 
@@ -257,7 +259,13 @@ def line_of_caller() -> str:
 def _kept(model: nn.Module, optimizer: torch.optim.Optimizer, batch: object) -> list[torch.Tensor]:
     """What lives from step to step, and the batch."""
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    return [*model.parameters(), *model.buffers(), *gradients, *_flat(list(optimizer.state.values())), *tensors(batch)]
+    return [
+        *model.parameters(),
+        *model.buffers(),
+        *gradients,
+        *_flat(list(optimizer.state.values())),
+        *tensors(batch),
+    ]
 
 
 def _flat(value: object) -> list[torch.Tensor]:
@@ -348,7 +356,9 @@ def _calls(loader: Iterable, patience: float = 60.0) -> int:
     thread.start()
     thread.join(patience)
     if thread.is_alive():
-        raise DiagnoseError(f"The loader gave no four batches within {patience:g} s. Try it alone; leave out loader=.")
+        raise DiagnoseError(
+            f"The loader gave no four batches within {patience:g} s. Try it alone; leave out loader=."
+        )
     if error or not taken:
         raise DiagnoseError(f"The loader gave no two batches: {error[0] if error else 'it ended'}.")
     return made // taken

@@ -46,7 +46,9 @@ class Job:
         if not isinstance(model, nn.Module):
             raise DiagnoseError(f"make_model() returned a {type(model).__name__}; it must return an nn.Module.")
         if isinstance(model, DistributedDataParallel):
-            raise DiagnoseError("The model is wrapped in DistributedDataParallel. Diagnose the model inside (.module).")
+            raise DiagnoseError(
+                "The model is wrapped in DistributedDataParallel. Diagnose the model inside (.module)."
+            )
         if any(p.is_cuda for p in model.parameters()) and not torch.cuda.is_available():
             raise DiagnoseError("The model is on a GPU, which this process cannot use. Build it on the CPU.")
         return model.train(), self.make_optimizer(model)

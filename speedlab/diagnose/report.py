@@ -56,10 +56,10 @@ class Diagnosis:
         return table(["in one step", "counted", "of which"], rows)
 
     def advised(self) -> Table:
-        """What helps, in order, and what does not, with the evidence; exact for a device whose figures are given."""
+        """What helps, in order, what may (?), and what does not (-); exact for a device whose figures are given."""
         rows = [(i, a.technique, _bound(a), a.evidence, a.price, a.unit) for i, a in
                 enumerate((a for a in self.advice if a.helps), 1)]  # fmt: skip
-        rows += [("-", a.technique, _bound(a), a.evidence, "", a.unit) for a in self.advice if not a.helps]
+        rows += [("?" if a.may else "-", a.technique, _bound(a), a.evidence, "", a.unit) for a in self.advice if not a.helps]
         return table(["", "technique", "at most", "evidence", "price", "unit"], rows)
 
     def climbed(self) -> Table:
@@ -105,7 +105,8 @@ class Diagnosis:
         blocks.append(f"<h2>What this cannot see</h2><ul>{unseen}</ul>")
         style = "body{font:16px sans-serif;max-width:60em;margin:2em auto}td,th{padding:.2em .6em;text-align:left}"
         body = "\n".join(blocks)
-        return f'<!doctype html><html lang="en"><meta charset="utf-8"><title>Diagnosis</title><style>{style}</style>{body}</html>'
+        head = f'<!doctype html><html lang="en"><meta charset="utf-8"><title>Diagnosis</title><style>{style}</style>'
+        return f"{head}{body}</html>"
 
 
 def diagnose(
@@ -147,6 +148,3 @@ def text(diagnosis: Diagnosis) -> str:
     tables += [diagnosis.climbed()] if diagnosis.rungs else []
     unseen = "\n".join(f"- {line}" for line in _NOT_SEEN)
     return "\n\n".join([diagnosis.sentence(), *map(repr, tables), f"What this cannot see:\n{unseen}"])
-
-
-

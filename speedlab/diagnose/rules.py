@@ -5,7 +5,6 @@ FLOPs at the rate of its dtype (Williams et al. 2009, with a launch added). Byte
 every figure is made twice, with bytes from memory and with bytes for nothing; a bound is the interval between them.
 """
 
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -64,10 +63,15 @@ def _seconds(work: Callable[[], object], clock: Callable[[], float]) -> float:
 
 @dataclass(frozen=True)
 class Advice:
-    """A technique: whether it is worth it, the evidence, the speed-up it can give at most, its price, its unit."""
+    """A technique, the evidence, the speed-up that it can give at most, its price, its unit.
+
+    It `helps` where it mends a fault, or where its bound is worth it even if all bytes come from a cache. It `may` help
+    where only the other end of the interval is worth it.
+    """
 
     technique: str
     helps: bool
+    may: bool
     evidence: str
     at_most: tuple[float, float]
     price: str
@@ -143,7 +147,8 @@ def _launches(c: Counts, d: Device, cached: bool) -> float:
 
 
 def _fusion(c: Counts, d: Device, cached: bool) -> float:
-    return _launches(c, d, cached) + _sum(c, d, cached, lambda o: _model(o) and not o.flops and d.bound(o) == MEMORY)
+    # products stay calls of their own
+    return _sum(c, d, cached, lambda o: _model(o) and not o.flops)
 
 
 def _half(c: Counts, d: Device, cached: bool) -> float:
@@ -225,9 +230,9 @@ def advise(
     found = []
     if memory is not None:
         high = counts.peak > memory
-        text = f"the predicted peak is {counts.peak:,} bytes, the limit {memory:,}; {counts.saved:,} are saved for backward"
-        found.append((2.0 if high else 0.0, Advice("checkpointing, or micro-batches", high, text, (1.0, 1.0),
-                                                   "about a third more FLOPs", "9.6")))  # fmt: skip
+        text = f"peak {counts.peak:,} bytes, limit {memory:,}; {counts.saved:,} bytes are saved for backward"
+        advice = Advice("checkpointing, or micro-batches", high, False, text, (1.0, 1.0), "a third more FLOPs", "9.6")
+        found.append((2.0 if high else 0.0, advice))
     for rule in rules:
         bounds = []
         for cached in (False, True):
@@ -235,9 +240,9 @@ def advise(
             total = max(whole.total + whole.data, 1e-12)
             bounds.append(total / max(total - rule.saves(counts, device, cached), 1e-3 * total))
         low, high = sorted(bounds)
-        fault = rule.fault(counts, device)
-        advice = Advice(rule.technique, fault or high >= WORTH, rule.evidence(counts, device), (low, high), rule.price,
-                        rule.unit)  # fmt: skip
-        found.append((1.0 if fault else 1 - 1 / high, advice))
-    found.sort(key=lambda item: (not item[1].helps, -item[0]))
+        helps = rule.fault(counts, device) or low >= WORTH
+        evidence = rule.evidence(counts, device)
+        advice = Advice(rule.technique, helps, high >= WORTH, evidence, (low, high), rule.price, rule.unit)
+        found.append((1.0 if rule.fault(counts, device) else 1 - 1 / low, advice))
+    found.sort(key=lambda item: (not item[1].helps, not item[1].may, -item[0]))
     return tuple(advice for _, advice in found)
