@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from speedlab import compat, machine
-from speedlab.diagnose.counts import Counts, counts
+from speedlab.diagnose.counting import Counts, counts
 from speedlab.diagnose.jobs import DiagnoseError, Job, tensors, untouched
 from speedlab.diagnose.rules import Device, advise
 from speedlab.measure import Comparison, compare

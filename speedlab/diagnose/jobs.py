@@ -186,8 +186,9 @@ def untouched() -> Iterator[None]:
 
 
 def _first(loader: Iterable) -> object:
-    for batch in loader:
-        return batch
+    with untouched():  # a loader draws a seed for its workers
+        for batch in loader:
+            return batch
     raise DiagnoseError("The loader gives no batch.")
 
 

@@ -1,7 +1,7 @@
 """What a clock says of a step: with the loader, without the optimizer, with twice the batch. Shown, never decisive."""
 
 from speedlab.diagnose.climb import _again
-from speedlab.diagnose.counts import Counts
+from speedlab.diagnose.counting import Counts
 from speedlab.diagnose.jobs import Job, untouched
 from speedlab.diagnose.rules import Device
 from speedlab.measure import Comparison, compare

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from speedlab import plots
 from speedlab.diagnose.climb import Rung, climb
-from speedlab.diagnose.counts import Counts, counts
+from speedlab.diagnose.counting import Counts, counts
 from speedlab.diagnose.jobs import Job
 from speedlab.diagnose.probes import contradiction, probe
 from speedlab.diagnose.rules import Advice, Device, Estimate, advise, estimate

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from speedlab import machine
-from speedlab.diagnose.counts import BACKWARD, FORWARD, OPTIMIZER, Counts, Operation
+from speedlab.diagnose.counting import BACKWARD, FORWARD, OPTIMIZER, Counts, Operation
 
 # A technique that gives less than this at most is not worth its price.
 WORTH = 1.1

@@ -31,6 +31,8 @@ _NOTHING_LAUNCHED = frozenset(("_unsafe_view", "empty", "empty_like", "empty_str
 _WAITS = frozenset(
     ("_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "_unique2", "unique_dim")
 )
+# Seconds that a loader may take for four batches.
+PATIENCE = 60.0
 _COPIES = frozenset(("cpu", "numpy", "tolist"))
 _OURS = tuple(str(Path(file).parent) + os.sep for file in (__file__, torch.__file__))
 
@@ -330,7 +332,7 @@ def _graph_breaks(job: Job, batch: object) -> dict[str, int] | None:
     return dict(found)
 
 
-def _calls(loader: Iterable, patience: float = 60.0) -> int:
+def _calls(loader: Iterable) -> int:
     """Python calls that a batch of this loader costs in the training process, on average over three batches."""
     made, taken, error = 0, 0, []
 
@@ -354,10 +356,10 @@ def _calls(loader: Iterable, patience: float = 60.0) -> int:
     # a loader may wait for ever for a worker or a network; a thread can be left behind
     thread = threading.Thread(target=take, daemon=True)
     thread.start()
-    thread.join(patience)
+    thread.join(PATIENCE)
     if thread.is_alive():
         raise DiagnoseError(
-            f"The loader gave no four batches within {patience:g} s. Try it alone; leave out loader=."
+            f"The loader gave no four batches within {PATIENCE:g} s. Try it alone; leave out loader=."
         )
     if error or not taken:
         raise DiagnoseError(f"The loader gave no two batches: {error[0] if error else 'it ended'}.")
