@@ -1,10 +1,15 @@
 """The finder that 9.5.2 writes, on bad days: it returns only sizes that ran, and leaves everything as it was."""
 
+import ast
 import contextlib
+import functools
 import gc
+import inspect
+import json
 import math
 import os
 import random
+import re
 import signal
 import sys
 import time
@@ -133,11 +138,8 @@ def test_a_loader_that_raises_is_no_lack_of_memory(lesson, training):
         training.step(size)
         return len(batch)
 
-    with pytest.raises(OSError, match="truncated") as caught:
+    with pytest.raises(OSError, match="truncated"):
         lesson["find_batch_size"](step, *training.parts, gain=-1)
-    assert caught.value.__notes__ == [
-        "The search was trying a batch of 32; these ran: [1, 2, 4, 8, 16]. All is as it was before."
-    ]
     assert training.digest() == training.before
 
 
@@ -148,9 +150,8 @@ def test_an_interrupt_in_the_middle(lesson, training):
             signal.raise_signal(signal.SIGINT)
         return size
 
-    with pytest.raises(KeyboardInterrupt) as caught:
+    with pytest.raises(KeyboardInterrupt):
         lesson["find_batch_size"](step, *training.parts, gain=-1)
-    assert "trying a batch of 4; these ran: [1, 2]" in caught.value.__notes__[0]
     assert training.digest() == training.before
 
 
@@ -270,7 +271,7 @@ def test_it_stops_at_the_knee_from_below_and_from_above(lesson):
     for start in (1, 8, 128, 1024):
         step, clock = device(math.inf)
         size, seen = lesson["find_batch_size"](step, clock=clock, start=start)
-        assert size == 128, seen
+        assert size == 256, seen  # 464 of 500 samples per second; 128 has 432, less than a tenth below the best
 
 
 def test_throughput_that_falls_past_a_point(lesson):
@@ -281,7 +282,41 @@ def test_throughput_that_falls_past_a_point(lesson):
         return size
 
     size, seen = lesson["find_batch_size"](step, clock=lambda: now[0])
-    assert size == 32 and max(seen) == 64
+    assert size == 32 and max(seen) == 128
+
+
+def test_one_doubling_without_gain_does_not_end_a_search(lesson):
+    """A disturbed first look at 64, and a size of 8 that stays slow: neither is the knee."""
+    now, tried = [0.0], []
+
+    def step(size: int) -> int:
+        disturbed = size == 8 or (size == 64 and tried.count(64) < 3)
+        tried.append(size)
+        now[0] += (0.04 + 0.002 * size) * (2 if disturbed else 1)
+        return size
+
+    size, seen = lesson["find_batch_size"](step, clock=lambda: now[0], largest=1024)
+    assert size == 256 and seen[64][0] == pytest.approx(64 / 0.168)
+    simple, _ = lesson["find_batch_size"](step, clock=lambda: now[0], largest=1024, doublings=1, looks=1)
+    assert simple == 4
+
+
+def test_the_finder_backs_off_where_memory_really_ends(lesson):
+    source = """
+def limited_search(note, start):
+    torch.manual_seed(0)
+    model = models.vit("small", pretrained=False).to(machine.device())
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    size, seen = find_batch_size(trained(model, optimizer, note), model, optimizer, start=start, gain=-1)
+    return [size, [said for _, said in seen.values()]]
+"""
+    search = defined(source, "<limited>", **lesson)["limited_search"]
+    names = ("find_batch_size", "roomy", "climb", "one_door", "attempt", "out_of_memory", "remember", "restore")
+    needs = [lesson[name] for name in (*names, "copied", "generators", "trained")]
+    outcome = under_limit.run(64, search, 32, needs=needs)
+    assert outcome.ended == "returned"
+    size, said = outcome.returned
+    assert size in outcome.ran and "out of memory" in said
 
 
 def test_a_set_with_too_few_samples_sets_a_limit(lesson):
@@ -307,9 +342,7 @@ def test_lightning_names_the_attribute_that_is_missing(lesson):
 
 def test_the_pretended_limit_is_met_and_told(lesson):
     """What readers on macOS and Windows see: Lightning and the finder both take the refusal for the real thing."""
-    outcome = under_limit.run(
-        16, lesson["lightning_search"], "power", needs=[lesson["tune"], lesson["sized"]], pretend=True
-    )
+    outcome = under_limit.run(16, lesson["lightning_search"], "power", pretend=True)
     assert outcome.ended == "returned"
     assert outcome.returned in outcome.ran and max(outcome.begun) == 2 * outcome.returned
 
@@ -356,3 +389,72 @@ def test_a_process_that_raises(accidents):
     assert outcome.ended == "raised ValueError: no such image at a batch of 2"
     with pytest.raises(ValueError, match="must be positive"):
         under_limit.run(0, accidents["raises"])
+
+
+# --- What the notebooks recommend -----------------------------------------------------------------------------------
+
+
+def practice(number: int) -> str:
+    """The snippet under *In practice* of a notebook of this unit."""
+    [path] = UNIT.glob(f"{number}-*.ipynb")
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    prose = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
+    return re.search(r"### In practice\n+```python\n(.*?)```", prose, re.S)[1]
+
+
+@pytest.mark.parametrize("batch_size", [64, 256, 1024])
+def test_the_rates_in_practice_can_be_trained_with(batch_size, tmp_path):
+    """Below, at and above the recipe's batch: optimizers, schedule and arguments exist, and take a step."""
+    from torch import optim
+    from torch.optim import lr_scheduler
+    from transformers import TrainingArguments
+
+    model, k = nn.Linear(4, 1), batch_size / 256
+    given = {"model": model, "batch_size": batch_size, "world_size": 1, "accumulate_steps": 1, "C": 512}
+    given |= {"updates": 100, "warmup_updates": 10, **vars(optim), **vars(lr_scheduler)}
+    given["TrainingArguments"] = functools.partial(TrainingArguments, output_dir=str(tmp_path))
+    made = defined(practice(3), "<in practice>", **given)
+    assert made["saturating"] == pytest.approx((1 + 512 / 256) / (1 + 512 / batch_size))
+    rate = made["optimizer"].param_groups[0]
+    assert rate["lr"] == pytest.approx(0.1 * min(1, made["saturating"]))
+    for _ in range(10):
+        for optimizer in (made["optimizer"], made["adamw"]):
+            optimizer.zero_grad()
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+        made["schedule"].step()
+    assert rate["lr"] == pytest.approx(0.1 * made["saturating"])
+    assert made["adamw"].defaults["betas"] == pytest.approx((1 - k * 0.1, 1 - k * 0.001))
+    assert made["arguments"].get_warmup_steps(1000) == 50
+    assert made["arguments"].adam_epsilon == pytest.approx(1e-8 / math.sqrt(k))
+
+
+def test_the_searches_in_practice_exist(tmp_path):
+    """Each call of the snippet binds to what the installed libraries have, and the arguments are understood."""
+    from accelerate.utils import find_executable_batch_size
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.callbacks import BatchSizeFinder, ThroughputMonitor
+    from lightning.pytorch.tuner import Tuner
+    from transformers import TrainingArguments
+
+    known = {"Trainer": Trainer, "BatchSizeFinder": BatchSizeFinder, "TrainingArguments": TrainingArguments}
+    known |= {"Tuner": Tuner, "find_executable_batch_size": find_executable_batch_size}
+    calls = [node for node in ast.walk(ast.parse(practice(2))) if isinstance(node, ast.Call)]
+    for call in calls:
+        keywords = {keyword.arg: None for keyword in call.keywords}
+        if (name := ast.unparse(call.func)) in known:
+            inspect.signature(known[name]).bind(*[None] * len(call.args), **keywords)
+        elif name == "Tuner(trainer).scale_batch_size":
+            inspect.signature(Tuner.scale_batch_size).bind(None, *[None] * len(call.args), **keywords)
+    sizes = []
+
+    def train(batch_size: int) -> int:
+        sizes.append(batch_size)
+        if batch_size > 40:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return batch_size
+
+    assert find_executable_batch_size(train, starting_batch_size=128)() == sizes[-1] < 41
+    assert TrainingArguments(output_dir=str(tmp_path), auto_find_batch_size=True).auto_find_batch_size
+    assert TrainingArguments(output_dir=str(tmp_path), per_device_train_batch_size=64).train_batch_size == 64
+    assert ThroughputMonitor(batch_size_fn=len)

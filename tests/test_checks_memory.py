@@ -3,6 +3,7 @@
 import itertools
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -13,6 +14,30 @@ from speedlab import count
 from speedlab.checks import memory as checks
 
 NAME = "exercise-6-memory.ipynb"
+TASKS = ("optimizer_steps", "train_epoch", "kept_bytes", "run_blocks", "choose")
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_the_solution_is_correct_and_the_stub_not_attempted(task, solution, stub, verdict):
+    assert verdict(task, solution[task]) == "correct"
+    assert verdict(task, stub[task]) == "not attempted yet"
+
+
+def endless(*_, **__):
+    while True:
+        pass
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_an_endless_answer_is_stopped(task, verdict, monkeypatch):
+    monkeypatch.setattr(getattr(checks, task), "seconds", 0.5)
+    assert "had not ended" in verdict(task, endless)
+
+
+@pytest.mark.parametrize("value", [None, float("nan"), float("inf"), "12", [], -1, 10**9])
+@pytest.mark.parametrize("task", TASKS)
+def test_a_constant_is_refused_in_a_sentence(task, value, rejects):
+    rejects(task, lambda *_, **__: value)
 
 
 # --- Task 1 ---------------------------------------------------------------------------------------------------------
@@ -26,7 +51,10 @@ NAME = "exercise-6-memory.ipynb"
         (lambda n, b, k, e: math.ceil(e * math.ceil(n / b) / k), "in each epoch"),
         (lambda n, b, k, e: e * (math.ceil(n / b) // k), "Round up both"),
         (lambda n, b, k, e: e * math.ceil(n // b / k), "Round up both"),
-        (lambda n, b, k, e: None, "First the micro-batches"),
+        (lambda n, b, k, e: None, "None"),
+        (lambda n, b, k, e: math.ceil(math.ceil(n / b) / k), "one epoch"),
+        (lambda n, b, k, e: e * math.ceil(n / (b * k)) + 0.5, "whole number"),
+        (lambda n, b, k, e: e * math.ceil(n / b / k) + 1, "Round up the micro-batches"),
     ],
 )
 def test_optimizer_steps_rejects(rejects, answer, word):
@@ -41,10 +69,16 @@ def test_optimizer_steps_accepts_counting(verdict):
     assert verdict("optimizer_steps", by_counting) == "correct"
 
 
+@pytest.mark.parametrize("number", [float, np.int64, np.float32, torch.tensor])
+def test_optimizer_steps_accepts_any_kind_of_number(verdict, number):
+    answer = lambda n, b, k, e: number(e * math.ceil(math.ceil(n / b) / k))  # noqa: E731
+    assert verdict("optimizer_steps", answer) == "correct"
+
+
 # --- Task 2 ---------------------------------------------------------------------------------------------------------
 
 
-def loop(*, weigh="tokens", tail=True, zero_first=True, early=False, one_backward=False, zero_after=True):
+def loop(*, weigh="tokens", tail=True, zero_first=True, early=False, one_backward=False, zero="after the step"):
     """An accumulation loop with mistakes to switch on."""
 
     def train_epoch(model, optimizer, micro_batches, accumulate_steps):
@@ -55,16 +89,18 @@ def loop(*, weigh="tokens", tail=True, zero_first=True, early=False, one_backwar
             begin = i - i % accumulate_steps
             group = micro_batches[begin : begin + accumulate_steps]
             total = sum(int((t != -100).sum()) for _, t in group)
+            if total == 0 and weigh == "tokens":
+                continue
             divisor = {
                 "tokens": total,
                 "group": len(group),
                 "steps": accumulate_steps,
                 "padded": sum(t.numel() for _, t in group),
-                "nothing": 1,
-                "sum of means": 1,
-            }[weigh]
+            }.get(weigh, 1)
             reduction = "mean" if weigh in ("group", "steps", "sum of means") else "sum"
             loss = F.cross_entropy(model(tokens).transpose(1, 2), targets, reduction=reduction) / divisor
+            if zero == "before each backward":
+                optimizer.zero_grad()
             if one_backward:
                 losses.append(loss)
             else:
@@ -75,12 +111,151 @@ def loop(*, weigh="tokens", tail=True, zero_first=True, early=False, one_backwar
                     sum(losses).backward()
                     losses = []
                 optimizer.step()
-                if zero_after:
+                if zero == "after the step":
                     optimizer.zero_grad()
                 steps += 1
         return steps
 
     return train_epoch
+
+
+def in_groups(step):
+    """A right loop around `step(model, group, number of targets)`, which computes the gradient of a group."""
+
+    def train_epoch(model, optimizer, micro_batches, accumulate_steps):
+        steps = 0
+        while micro_batches:
+            group = micro_batches[:accumulate_steps]
+            del micro_batches[:accumulate_steps]  # what is in the list is the answer's own
+            total = sum(int((targets != -100).sum()) for _, targets in group)
+            if total:
+                optimizer.zero_grad()
+                step(model, group, total)
+                optimizer.step()
+                steps += 1
+        return steps
+
+    return train_epoch
+
+
+def summed(model, tokens, targets):
+    return F.cross_entropy(model(tokens).transpose(1, 2), targets, reduction="sum")
+
+
+def skipping_before(model, group, total):
+    for tokens, targets in group:
+        if (targets == -100).all():
+            continue
+        (summed(model, tokens, targets) / total).backward()
+
+
+def skipping_after(model, group, total):
+    for tokens, targets in group:
+        loss = summed(model, tokens, targets)
+        if (targets != -100).any():
+            (loss / total).backward()
+
+
+def popping(model, group, total):
+    while group:
+        (summed(model, *group.pop(0)) / total).backward()
+
+
+def in_fp64(model, group, total):
+    for tokens, targets in group:
+        logits = model(tokens).double().flatten(0, 1)
+        (F.cross_entropy(logits, targets.flatten(), reduction="sum") / total).backward()
+
+
+def with_a_mask(model, group, total):
+    for tokens, targets in group:
+        each = F.cross_entropy(model(tokens).transpose(1, 2), targets, reduction="none")
+        ((each * (targets != -100)).sum() / total).backward()
+
+
+def scaled_at_the_end(model, group, total):
+    for tokens, targets in group:
+        summed(model, tokens, targets).backward()
+    for parameter in model.parameters():
+        parameter.grad /= total
+
+
+RIGHT_LOOPS = [skipping_before, skipping_after, popping, in_fp64, with_a_mask, scaled_at_the_end]
+
+
+@pytest.mark.parametrize("step", RIGHT_LOOPS)
+def test_train_epoch_accepts_other_styles(verdict, step):
+    assert verdict("train_epoch", in_groups(step)) == "correct"
+
+
+def in_place(model, group, total):
+    for _, targets in group:
+        targets[targets == -100] = 0
+    padded = sum(targets.numel() for _, targets in group)
+    for tokens, targets in group:
+        (summed(model, tokens, targets) / padded).backward()
+
+
+def padded_together(model, group, total):
+    width = max(tokens.shape[1] for tokens, _ in group)
+    tokens = torch.cat([F.pad(tokens, (0, width - tokens.shape[1])) for tokens, _ in group])
+    targets = torch.cat([F.pad(targets, (0, width - targets.shape[1]), value=-100) for _, targets in group])
+    (summed(model, tokens, targets) / total).backward()
+
+
+def the_first_only(model, group, total):
+    group[:] = [group[0]]
+    popping(model, group, total)
+
+
+def masked_without_skipping(model, optimizer, micro_batches, accumulate_steps):
+    groups = [micro_batches[i : i + accumulate_steps] for i in range(0, len(micro_batches), accumulate_steps)]
+    for group in groups:
+        optimizer.zero_grad()
+        with_a_mask(model, group, torch.tensor(sum(int((t != -100).sum()) for _, t in group)))
+        optimizer.step()
+    return len(groups)
+
+
+def by_hand_without_skipping(model, optimizer, micro_batches, accumulate_steps):
+    for begin in range(0, len(micro_batches), accumulate_steps):
+        group = micro_batches[begin : begin + accumulate_steps]
+        optimizer.zero_grad()
+        total = sum((targets != -100).sum() for _, targets in group)
+        for tokens, targets in group:
+            scores = model(tokens).log_softmax(-1).gather(-1, targets.clamp(min=0)[..., None])[..., 0]
+            (-(scores * (targets != -100)).sum() / total).backward()
+        optimizer.step()
+    return -(-len(micro_batches) // accumulate_steps)
+
+
+def means_of_nothing(model, optimizer, micro_batches, accumulate_steps):
+    for begin in range(0, len(micro_batches), accumulate_steps):
+        group = micro_batches[begin : begin + accumulate_steps]
+        optimizer.zero_grad()
+        total = sum((targets != -100).sum() for _, targets in group)
+        for tokens, targets in group:
+            loss = F.cross_entropy(model(tokens).transpose(1, 2), targets)
+            (loss * (targets != -100).sum() / total).backward()
+        optimizer.step()
+    return -(-len(micro_batches) // accumulate_steps)
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (in_groups(in_place), "wrong gradient"),
+        (in_groups(padded_together), "alive at the same time"),
+        (in_groups(the_first_only), "Only the first"),
+        (means_of_nothing, "makes no step"),
+        (by_hand_without_skipping, "leave out a group"),
+        (masked_without_skipping, "makes no step"),
+        (loop(weigh="tokens", zero="before each backward"), "Only the last"),
+        (lambda *_: 2, "no optimizer step at all"),
+    ],
+)
+def test_train_epoch_rejects_attacks(rejects, answer, words):
+    rejects("train_epoch", answer, words)
 
 
 def test_train_epoch_accepts_a_loop_with_a_counter(verdict):
@@ -98,7 +273,7 @@ def test_train_epoch_accepts_a_loop_with_a_counter(verdict):
         ({"tail": False}, "step of its own"),
         ({"early": True}, "after one micro-batch"),
         ({"zero_first": False}, "zero_grad"),
-        ({"zero_after": False}, "zero_grad"),
+        ({"zero": "never"}, "zero_grad"),
         ({"one_backward": True}, "alive at the same time"),
     ],
 )
@@ -110,11 +285,11 @@ def test_train_epoch_wants_the_number_of_steps(rejects):
     def silent(*arguments):
         loop()(*arguments)
 
-    rejects("train_epoch", silent, "return the number of optimizer steps")
+    rejects("train_epoch", silent, "came back as None")
 
 
 def test_train_epoch_sees_a_loop_that_does_nothing(rejects):
-    rejects("train_epoch", lambda *_: 0, "0 optimizer steps")
+    rejects("train_epoch", lambda *_: 0, "no optimizer step at all")
 
 
 def test_train_epoch_rejects_the_colleagues_loop(rejects, solution):
@@ -135,6 +310,15 @@ def without_statistics(**setup):
 
 def with_one_inside(**setup):
     return kept(**setup) + setup["checkpointing"] * kept(**{**setup, "blocks": 1, "checkpointing": False})
+
+
+def rounded(numbers, blocks, batch, tokens, width, accumulate_steps, checkpointing):
+    return 4 * blocks * batch // accumulate_steps * tokens * (width if checkpointing else numbers)
+
+
+@pytest.mark.parametrize("number", [float, np.int64, torch.tensor])
+def test_kept_bytes_accepts_any_kind_of_number(verdict, number):
+    assert verdict("kept_bytes", lambda **setup: number(kept(**setup))) == "correct"
 
 
 @pytest.mark.parametrize("width", [8, 24])
@@ -161,6 +345,11 @@ def test_the_counter_of_task_3_by_formula(width, checkpointing):
         (lambda **s: kept(**{**s, "checkpointing": False}), "without checkpoints"),
         (with_one_inside, "comes back"),
         (lambda **s: None, "number of bytes"),
+        (lambda **s: checks.counted(**s), "You call the counter"),
+        (lambda **s: kept(**s) if s in checks.CONFIGURATIONS else 0, "width 24"),
+        (lambda **s: kept(**s) // (10 * s["width"] + 2) * 322 if not s["checkpointing"] else kept(**s), "width 24"),
+        (lambda **s: rounded(10 * s["width"] + s["width"] // 16, **s), "width 24"),
+        (lambda **s: kept(**s) // s["width"] * (s["width"] + 2 * s["checkpointing"]), "mean and scale"),
     ],
 )  # fmt: skip
 def test_kept_bytes_rejects(rejects, answer, words):
@@ -197,6 +386,49 @@ def test_run_blocks_accepts_a_lambda_in_between(verdict):
     assert verdict("run_blocks", run_blocks) == "correct"
 
 
+def without_dropout(blocks, x, chosen):
+    blocks.eval()
+    return under(use_reentrant=False, preserve_rng_state=False)(blocks, x, chosen)
+
+
+def without_probability(blocks, x, chosen):
+    for block in blocks:
+        block.dropout.p = 0.0
+    return under(use_reentrant=False, preserve_rng_state=False)(blocks, x, chosen)
+
+
+def zeroed(blocks, x, chosen):
+    return under(use_reentrant=False)(blocks, x.zero_(), chosen)
+
+
+def flagged(blocks, x, chosen):
+    return under(use_reentrant=True)(blocks, x.requires_grad_(), chosen)
+
+
+def bound_late(blocks, x, chosen):
+    for i, block in enumerate(blocks):
+        x = checkpoint(lambda y: block(y), x, use_reentrant=False) if i in chosen else block(x)  # noqa: B023
+    return x
+
+
+def without_gradients(blocks, x, chosen):
+    with torch.no_grad():
+        return under(use_reentrant=False)(blocks, x, chosen)
+
+
+def detached(blocks, x, chosen):
+    for block in blocks:
+        x = block(x.detach())
+    return x
+
+
+def test_run_blocks_accepts_a_graph_of_its_own(verdict):
+    def run_blocks(blocks, x, chosen):
+        return under(use_reentrant=True)(blocks, x.clone().requires_grad_(), chosen)
+
+    assert verdict("run_blocks", run_blocks) == "correct"
+
+
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @pytest.mark.parametrize(
     ("answer", "words"),
@@ -208,6 +440,13 @@ def test_run_blocks_accepts_a_lambda_in_between(verdict):
         (one_segment, "one by one"),
         (not_chained, "the output of the one before"),
         (lambda blocks, x, chosen: None, "must return the output"),
+        (without_dropout, "changes its inputs"),
+        (without_probability, "changes its inputs"),
+        (zeroed, "changes its inputs"),
+        (flagged, "changes its inputs"),
+        (bound_late, "a lambda looks a name up"),
+        (without_gradients, "no_grad or a detach"),
+        (detached, "no_grad or a detach"),
     ],
 )
 def test_run_blocks_rejects(rejects, answer, words):
@@ -246,6 +485,43 @@ def forgets_borders(costs, budget):
     return set(min(fitting, key=lambda s: sum(costs.again[i] for i in s)))
 
 
+def from_all(order):
+    """Begin with all blocks, and drop the dearest that still fits, in one pass."""
+
+    def choose(costs, budget):
+        chosen = set(range(len(costs.kept)))
+        if total(costs, chosen) > budget:
+            return None
+        for i in sorted(chosen, key=lambda i: -order(costs, i)):
+            chosen -= {i} if total(costs, chosen - {i}) <= budget else set()
+        return chosen
+
+    return choose
+
+
+def best_of(price, all_but_all=False):
+    """Of all sets that fit, the one with the lowest price."""
+
+    def choose(costs, budget):
+        n = len(costs.kept)
+        sets = [s for size in range(n + (not all_but_all)) for s in itertools.combinations(range(n), size)]
+        fitting = [s for s in sets if total(costs, s) <= budget]
+        return min(fitting, key=lambda s: price(costs, s)) if fitting else None
+
+    return choose
+
+
+@pytest.mark.parametrize("kind", [list, np.array, torch.tensor, lambda s: (i for i in s), lambda s: set(np.array(s))])
+def test_choose_accepts_any_collection_of_any_numbers(verdict, kind):
+    right = best_of(lambda costs, chosen: sum(costs.again[i] for i in chosen))
+
+    def choose(costs, budget):
+        found = right(costs, budget)
+        return None if found is None else kind(found)
+
+    assert verdict("choose", choose) == "correct"
+
+
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
@@ -254,9 +530,15 @@ def forgets_borders(costs, budget):
         (greedy(lambda costs, i: i), "FLOPs more"),
         (forgets_borders, "keeps its border"),
         (every_block, "every block"),
-        (lambda costs, budget: set(), "by the counter"),
+        (lambda costs, budget: set(), "all other blocks keep everything"),
         (lambda costs, budget: None, "there is a choice"),
-        (lambda costs, budget: {"first"}, "counted from 0"),
+        (lambda costs, budget: {"first"}, "number of a block"),
+        (lambda costs, budget: [True] * len(costs.kept), "number of a block"),
+        (lambda costs, budget: range(1, 1 + len(costs.kept)), "number of a block"),
+        (from_all(lambda costs, i: costs.again[i]), "FLOPs more"),
+        (from_all(lambda costs, i: costs.kept[i]), "FLOPs more"),
+        (best_of(lambda costs, chosen: -total(costs, chosen)), "FLOPs more"),
+        (best_of(lambda costs, chosen: sum(costs.again[i] for i in chosen), all_but_all=True), "there is a choice"),
     ],
 )  # fmt: skip
 def test_choose_rejects(rejects, answer, words):

@@ -22,9 +22,8 @@ LESSONS = [name for name in NOTEBOOKS if name.startswith("code-units/")]
 CELL, CODE, WORDS = 15, 250, 3000
 # Pages written before these limits, with the limits they keep until they are rewritten.
 LONGER = {
-    **{f"code-units/9.3-multi-gpu/{n}": (20, 250, 3000) for n in (1, 2, 4)},
-    **{f"code-units/9.{unit}": (20, 350, 3000) for unit in (5, 6, 7, 8)},
-    **{f"{folder}/exercise-{n}": (20, 350, 3000) for folder in ("exercises", "solutions") for n in range(3, 9)},
+    **{f"code-units/9.{unit}": (20, 350, 3000) for unit in ("5-batch-size-finder/1", 8)},
+    **{f"{folder}/exercise-{n}": (20, 350, 3000) for folder in ("exercises", "solutions") for n in (3, 5, 7, 8)},
 }
 
 

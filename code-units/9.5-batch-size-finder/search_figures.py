@@ -1,4 +1,4 @@
-"""What notebook 2 draws of its searches, and the fingerprint by which it sees that they left no trace."""
+"""What notebook 2 draws of a search, and the fingerprint by which it sees that they left no trace."""
 
 import hashlib
 import random
@@ -7,7 +7,6 @@ import numpy as np
 import torch
 from matplotlib.figure import Figure
 from torch.utils._pytree import tree_leaves
-from under_limit import Outcome
 
 from speedlab import plots
 
@@ -22,21 +21,6 @@ def digest(model: torch.nn.Module, *others) -> str:
     return hashlib.sha256(b"|".join(raw)).hexdigest()
 
 
-def outcomes_figure(outcomes: dict[str, Outcome]) -> Figure:
-    """Searches side by side: the sizes in the order of the trials, and a line at what was returned."""
-    fig, axes = plots.figure(10, 3.2, columns=len(outcomes), sharey=True)
-    for ax, (name, outcome) in zip(axes, outcomes.items(), strict=True):
-        for place, size in enumerate(outcome.begun, 1):
-            _mark(ax, place, size, size in outcome.ran)
-        if outcome.returned:
-            ax.axhline(outcome.returned, color="black", linewidth=1, linestyle=":")
-        ax.set_yscale("log", base=2)
-        ax.yaxis.set_major_formatter("{x:.0f}")
-        ax.set(xlabel="trial", title=f"{name}: returns {outcome.returned}")
-    axes[0].set_ylabel("batch (X: out of memory)")
-    return fig
-
-
 def trials_figure(seen: dict, chosen: int, rates: dict[int, float], wall: float, title: str) -> Figure:
     """What a search saw, over the device's curve {size: samples a second}; `wall` is the largest size that fits."""
     fig, ax = plots.figure(7, 3)
@@ -49,7 +33,7 @@ def trials_figure(seen: dict, chosen: int, rates: dict[int, float], wall: float,
     ax.set_xscale("log", base=2)
     ax.xaxis.set_major_formatter("{x:.0f}")
     ax.set(xlim=(0.9, max(rates)), xlabel="batch (X: out of memory; grey: does not fit; line: chosen)",
-           ylabel="samples a second", title=title)  # fmt: skip
+           ylabel="samples per second", title=title)  # fmt: skip
     return fig
 
 

@@ -1,32 +1,21 @@
-"""How notebook 1 of this unit adds up and draws what it records: nothing here is needed to follow the lesson."""
+"""How notebook 1 of this unit draws what it counts: nothing here is needed to follow the lesson."""
 
 from collections.abc import Mapping, Sequence
 
-import torch
+import numpy as np
 from matplotlib.figure import Figure
+from meter import KINDS
 
 from speedlab import plots
-
-KINDS = ("parameters", "optimizer state", "gradients", "activations", "temporaries")
-
-
-def film(entries: Sequence[Mapping[str, object]], operations: int) -> torch.Tensor:
-    """Bytes alive after every operation, a row a kind of KINDS, from a ledger's entries: bytes, kind, born, died."""
-    change = [[0] * (operations + 2) for _ in KINDS]
-    for entry in entries:
-        row = change[KINDS.index(entry["kind"])]
-        row[entry["born"]] += entry["bytes"]
-        row[(operations if entry["died"] is None else entry["died"]) + 1] -= entry["bytes"]
-    return torch.tensor(change).cumsum(1)[:, :-1]
 
 
 def _look(i: int, fill: str = "color") -> dict[str, str | float]:
     return {"linewidth": 0, fill: plots.COLOURS[i], "hatch": plots.HATCHES[i], "edgecolor": "white"}
 
 
-def film_figure(alive: torch.Tensor, marks: Sequence[tuple[int, str]]) -> Figure:
+def film_figure(alive: np.ndarray, marks: Sequence[tuple[int, str]]) -> Figure:
     """Live bytes after every operation as stacked areas, a row of `alive` a kind; `marks` say where phases begin."""
-    total, base = alive.sum(0), torch.zeros(alive.shape[1])
+    total, base = alive.sum(0), np.zeros(alive.shape[1])
     figure, ax = plots.figure(8.0, 4.2)
     for i, kind in enumerate(KINDS):
         top = base + alive[i] / 1e6
@@ -35,7 +24,7 @@ def film_figure(alive: torch.Tensor, marks: Sequence[tuple[int, str]]) -> Figure
     for at, phase in marks:
         ax.axvline(at, color="black", linestyle=":")
         ax.annotate(phase, (at, 1.01), xycoords=("data", "axes fraction"), rotation=20, fontsize=9)
-    summit = (int(total.argmax()), total.max().item() / 1e6)
+    summit = (int(total.argmax()), total.max() / 1e6)
     ax.annotate("peak", summit, xytext=(-70, -4), textcoords="offset points", arrowprops={"arrowstyle": "->"})
     ax.set(xlabel="operations", ylabel="MB alive", ylim=(0, 1.08 * summit[1]), xlim=(0, len(total)))
     ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=3)

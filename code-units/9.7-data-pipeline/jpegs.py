@@ -4,17 +4,26 @@ They stand in a module and not in the notebooks because the workers of a loader 
 Windows, and here too: what a worker runs, it must be able to import.
 """
 
+import io
 import os
 import shutil
+import tarfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
-from torchvision.io import ImageReadMode, decode_jpeg, encode_jpeg, read_file
+from PIL import Image, UnidentifiedImageError
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from speedlab import data
+
+try:
+    # PyTorch's decoders, also on a GPU; where there is no wheel, or one for another torch, Pillow decodes
+    from torchcodec.decoders import decode_jpeg
+except (ImportError, OSError, RuntimeError):
+    decode_jpeg = None
 
 COUNT = 1797  # scikit-learn's handwritten digits, all of them
 SIZE = 192
@@ -64,18 +73,29 @@ def _jpegs(count: int) -> Iterator[tuple[str, bytes]]:
         grain = 0.04 * torch.randn(3, SIZE, SIZE, generator=generator)
         picture = ((1 - ink) * colour + ink * (1 - colour) + grain).clamp(0, 1)
         name = f"{i:05}-{digits.target[i % COUNT]}.jpg"
-        yield name, encode_jpeg((255 * picture).to(torch.uint8), quality=90).numpy().tobytes()
+        content = io.BytesIO()
+        Image.fromarray((255 * picture).to(torch.uint8).permute(1, 2, 0).numpy()).save(content, "JPEG", quality=90)
+        yield name, content.getvalue()
 
 
 def decode(path: Path) -> torch.Tensor:
     """The picture in a JPEG file, as uint8 of shape (3, H, W). A broken file is a ValueError that names it."""
     try:
-        return decode_jpeg(read_file(str(path)), mode=ImageReadMode.RGB)
-    except RuntimeError as error:
-        reason = str(error).rsplit(", ", 1)[-1].rstrip(".")
+        return decode_bytes(path.read_bytes())
+    except (OSError, RuntimeError, ValueError) as error:
+        unknown = isinstance(error, UnidentifiedImageError)  # its text would name an address in memory
+        reason = "it is no picture" if unknown else str(error).rsplit(", ", 1)[-1].rstrip(".")
         raise ValueError(
             f"{path.name} cannot be decoded ({reason}). Replace the file, or leave it out of the list."
         ) from None
+
+
+def decode_bytes(content: bytes) -> torch.Tensor:
+    """The picture in the bytes of a JPEG file, as uint8 of shape (3, H, W), by TorchCodec or Pillow."""
+    if decode_jpeg is not None:
+        return decode_jpeg(content, mode="RGB")
+    with Image.open(io.BytesIO(content)) as picture:
+        return torch.from_numpy(np.array(picture.convert("RGB"))).permute(2, 0, 1).contiguous()
 
 
 class JpegFiles(Dataset):
@@ -157,6 +177,59 @@ class Deadly(Dataset):
         if index == self.deadly:
             os._exit(137)
         return index
+
+
+class Remote(Dataset):
+    """Numbers that take `seconds` each to arrive, as from a disk or a network, while the processor is free.
+
+    `begun` says which of them somebody has asked for, in memory that all workers share.
+    """
+
+    def __init__(self, length: int, seconds: float = 0.0):
+        self.seconds = seconds
+        self.begun = torch.zeros(length, dtype=torch.bool).share_memory_()
+
+    def __len__(self) -> int:
+        return len(self.begun)
+
+    def __getitem__(self, index: int) -> int:
+        self.begun[index] = True
+        time.sleep(self.seconds)
+        return index
+
+
+class Straggler(Dataset):
+    """Numbers, of which the first one is held back until `free` is set, for 30 s at most."""
+
+    def __init__(self, length: int):
+        self.length, self.free = length, torch.zeros(1, dtype=torch.bool).share_memory_()
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> int:
+        deadline = time.monotonic() + 30
+        while index == 0 and not self.free and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return index
+
+
+class TarShards(IterableDataset):
+    """The names of the members of tar files, read from the first byte to the last, as WebDataset does.
+
+    With `split`, each worker of a loader takes every so-many-th shard; without, each of them reads them all.
+    """
+
+    def __init__(self, shards: Sequence[Path], split: bool):
+        self.shards, self.split = list(shards), split
+
+    def __iter__(self) -> Iterator[str]:
+        info = get_worker_info()
+        mine = self.shards[info.id :: info.num_workers] if self.split and info else self.shards
+        for shard in mine:
+            with tarfile.open(shard, "r|") as members:
+                for member in members:
+                    yield member.name
 
 
 def batches(paths: Sequence[str], batch_size: int, start: int = 0) -> Iterator[dict[str, np.ndarray]]:

@@ -117,6 +117,9 @@ def start_ray(workers: int = 2, seconds: float = 60, disk_bytes: int = 10**9) ->
     if free < disk_bytes:
         return f"Ray was not started, as the temporary folder has {free / 1e9:.1f} GB left: make 1 GB free."
     os.environ.update(RAY_USAGE_STATS_ENABLED="0", RAY_DATA_DISABLE_PROGRESS_BARS="1", RAY_DATA_LOG_LEVEL="CRITICAL")
+    # Ray would look for this machine's address in the network, and say so on stderr where there is none; this is the
+    # setting with which it stays on the loopback address, as it does on Windows and macOS.
+    os.environ.update(RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0")
     os.environ.update(RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0", RAY_raylet_start_wait_time_s=str(int(seconds)))
     try:
         import ray

@@ -1,6 +1,5 @@
 """The checks of exercise 6: optimizer steps, a ragged accumulation loop, kept bytes, checkpoints under a budget."""
 
-import contextlib
 import copy
 import functools
 import itertools
@@ -8,6 +7,7 @@ import math
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -15,10 +15,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from speedlab import count
-from speedlab.checks import check, expect
+from speedlab.checks.core import ask, check, close, diagnose, distance, expect, fail, sequence, where, whole
 
 IGNORED = -100
-_VOCABULARY, _WIDTH = 12, 6
 MicroBatch = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -36,42 +35,37 @@ class Block(nn.Module):
 
 # --- Task 1 ---------------------------------------------------------------------------------------------------------
 
+_RUNS = ((64, 8, 4, 1), (640, 16, 1, 2), (100, 8, 4, 3), (10, 3, 2, 5), (5, 8, 4, 2), (97, 4, 8, 2))
 
-@check("Task 1, what the scheduler counts", seconds=300)
+
+@check("Task 1, what the scheduler counts")
 def optimizer_steps(answer: Callable[[int, int, int, int], int]) -> None:
-    for samples, micro_batch, accumulate_steps, epochs in (
-        (64, 8, 4, 1),
-        (640, 16, 1, 2),
-        (100, 8, 4, 3),
-        (10, 3, 2, 5),
-        (5, 8, 4, 2),
-    ):
-        got = answer(samples, micro_batch, accumulate_steps, epochs)
-        micro_batches = math.ceil(samples / micro_batch)
-        wanted = epochs * math.ceil(micro_batches / accumulate_steps)
-        if got != wanted:
-            case = f"{samples} samples, micro-batches of {micro_batch} by {accumulate_steps}, {epochs} epochs"
-            expect(False, f"For {case} you return {got!r}, and there are {wanted} steps. " + _why_steps(
-                got, samples, micro_batch, accumulate_steps, epochs))  # fmt: skip
-
-
-def _why_steps(got: object, samples: int, micro_batch: int, accumulate_steps: int, epochs: int) -> str:
-    micro_batches = math.ceil(samples / micro_batch)
-    if got == epochs * micro_batches:
-        return "That is the number of micro-batches; an optimizer step comes after several of them."
-    if got == math.ceil(epochs * micro_batches / accumulate_steps):
-        return "Every epoch ends with its own tail and its own last step: round up in each epoch, then multiply."
-    down, up = samples // micro_batch, micro_batches
-    if got in [
-        epochs * n for n in (up // accumulate_steps, down // accumulate_steps, math.ceil(down / accumulate_steps))
-    ]:
-        return (
-            "Round up both times: a smaller micro-batch is one, and what is left at the end of an epoch makes a step."
-        )
-    return "First the micro-batches of one epoch, rounded up; then the groups of them, rounded up; then the epochs."
+    for samples, micro_batch, accumulate_steps, epochs in _RUNS:
+        got = whole(ask(answer, samples, micro_batch, accumulate_steps, epochs), "The number of steps")
+        down, up = samples // micro_batch, math.ceil(samples / micro_batch)
+        an_epoch = math.ceil(up / accumulate_steps)
+        if got == epochs * an_epoch:
+            continue
+        at_once = math.ceil(epochs * up / accumulate_steps)
+        rounded_down = {epochs * n for n in (up // accumulate_steps, down // accumulate_steps)}
+        rounded_down |= {epochs * math.ceil(down / accumulate_steps)}
+        rounded_down |= {epochs * samples // (micro_batch * accumulate_steps)}
+        hints = {
+            "That is the number of micro-batches; an optimizer step comes after several of them.": epochs * up,
+            "That is one epoch.": an_epoch,
+            "Every epoch has its own tail and its own last step: round up in each epoch, then multiply.": at_once,
+            "Round up both times: a smaller micro-batch is one, and a smaller group is one.": got in rounded_down,
+        }
+        why = diagnose(got, hints, "Round up the micro-batches of an epoch, then their groups; then multiply.")
+        case = f"{samples} samples, micro-batches of {micro_batch} by {accumulate_steps}, {epochs} epochs"
+        fail(f"{case}: there are {epochs * an_epoch} steps; you return {got}. {why}")
 
 
 # --- Task 2 ---------------------------------------------------------------------------------------------------------
+
+_VOCABULARY, _WIDTH, _RATE = 12, 6, 0.5
+_RAGGED = [[3, 9], [20, 14], [2, 5], [11, 16], [4, 4], [30, 2], [7, 1], [12, 19], [6, 25], [2, 3]]
+_NONE = [0, 0]  # two texts without a target
 
 
 class Reader(nn.Module):
@@ -98,188 +92,159 @@ def ragged(lengths: Sequence[Sequence[int]], seed: int = 0) -> list[MicroBatch]:
     return made
 
 
-_RAGGED = [[3, 9], [20, 14], [2, 5], [11, 16], [4, 4], [30, 2], [7, 1], [12, 19], [6, 25], [2, 3]]
-
-
-@dataclass(frozen=True)
-class _Step:
-    """What one optimizer step saw: the micro-batches run since the last one, and the gradient."""
-
-    forwards: int
-    gradient: torch.Tensor
-
-
-class _Recorder(torch.optim.SGD):
-    """An optimizer that writes down every step."""
-
-    def __init__(self, model: Reader):
-        super().__init__(model.parameters(), lr=0.5)
-        self.steps: list[_Step] = []
-        self.forwards = 0
-        model.register_forward_hook(self._ran)
-
-    def _ran(self, *_) -> None:
-        self.forwards += 1
-
-    def step(self, closure=None):
-        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.param_groups[0]["params"]]
-        self.steps.append(_Step(self.forwards, torch.cat([g.flatten() for g in grads])))
-        self.forwards = 0
-        return super().step(closure)
-
-
-@check("Task 2, accumulation over ragged lengths", seconds=300)
+@check("Task 2, accumulation over ragged lengths")
 def train_epoch(answer: Callable[[nn.Module, torch.optim.Optimizer, list[MicroBatch], int], int]) -> None:
-    empty = ragged([[5, 2], [0, 0], [8, 3]], seed=1)
-    cases = [
-        (ragged(_RAGGED[:8]), 4),
-        (ragged(_RAGGED), 4),
-        (ragged(_RAGGED[:3]), 4),
-        (ragged(_RAGGED[:5]), 1),
-        (empty, 3),
-    ]
-    for micro_batches, accumulate_steps in cases:
-        torch.manual_seed(0)
-        model = Reader()
-        for parameter in model.parameters():
-            parameter.grad = torch.ones_like(parameter)  # what an earlier epoch may leave behind
-        start, optimizer = copy.deepcopy(model), _Recorder(model)
-        with _kept_at_once() as kept:
-            returned = answer(model, optimizer, micro_batches, accumulate_steps)
-        case = f"With {len(micro_batches)} micro-batches by {accumulate_steps}, "
-        groups = [micro_batches[i : i + accumulate_steps] for i in range(0, len(micro_batches), accumulate_steps)]
-        _examine_steps(case, optimizer.steps, groups, start)
-        largest = max(_kept_by(start, batch) for batch in micro_batches)
-        expect(
-            kept.peak <= 1.5 * largest,
-            case + "the graphs of several micro-batches are alive at the same time, so nothing is saved: "
-            f"{kept.peak} bytes kept, and the largest micro-batch alone needs {largest}. Call backward on each loss.",
-        )
-        expect(
-            returned == len(groups), case + f"return the number of optimizer steps, {len(groups)}, not {returned!r}."
-        )
-
-
-def _examine_steps(case: str, steps: list[_Step], groups: list[list[MicroBatch]], model: Reader) -> None:
-    model = copy.deepcopy(model)
-    if steps and len(groups[0]) > 1:
-        expect(
-            steps[0].forwards != 1,
-            case + "the first optimizer step comes after one micro-batch. Step when i + 1, not i, is a multiple.",
-        )
-    expect(
-        len(steps) == len(groups),
-        case + f"there are {len(steps)} optimizer steps, and {len(groups)} are due. "
-        + ("What is left at the end needs a step of its own." if len(steps) < len(groups) else "Step once a group."),
-    )  # fmt: skip
-    before = torch.cat([torch.ones_like(p).flatten() for p in model.parameters()])
-    for number, (step, group) in enumerate(zip(steps, groups, strict=True), start=1):
-        expect(
-            step.forwards == len(group),
-            case + f"step {number} is made of {step.forwards} micro-batches, and it should be of {len(group)}.",
-        )
-        wanted = _gradient(model, group, lambda group: [1 / _tokens(group)] * len(group))
-        if not torch.allclose(step.gradient, wanted, rtol=1e-4, atol=1e-6):
+    for lengths, accumulate_steps in (
+        (_RAGGED[:8], 4),
+        (_RAGGED, 4),
+        (_RAGGED[:3], 4),
+        (_RAGGED[:5], 1),
+        ([[5, 2], _NONE, [8, 3]], 3),
+        ([[5, 2], [4, 1], _NONE, _NONE, [8, 3]], 2),  # a group without any target, in the middle
+        ([[9, 9]] * 8, 8),
+    ):
+        micro_batches = ragged(lengths)
+        cut = [micro_batches[i : i + accumulate_steps] for i in range(0, len(lengths), accumulate_steps)]
+        groups = [group for group in cut if _targets(group)]
+        with where(f"With {len(micro_batches)} micro-batches by {accumulate_steps}"):
+            start, run = _recorded(answer, micro_batches, accumulate_steps)
+            _examine_steps(run.steps, groups, start)
+            alone = _recorded(_one_by_one, micro_batches, accumulate_steps)[1].kept
             expect(
-                False,
-                case
-                + f"step {number} has a wrong gradient. "
-                + _why_gradient(step.gradient, wanted, model, group, before, steps),
+                run.kept <= 4 * alone,
+                "the graphs of several micro-batches are alive at the same time, so nothing is saved: "
+                f"{run.kept} bytes kept, where one by one needs {alone}. Run the model on one micro-batch, call "
+                "backward on its loss, then take the next.",
             )
-        before = step.gradient
-        offset = 0
-        for parameter in model.parameters():
-            parameter.data -= 0.5 * wanted[offset : offset + parameter.numel()].view_as(parameter)
-            offset += parameter.numel()
+            told = whole(run.returned, "The number of optimizer steps")
+            expect(told == len(groups), f"return the number of optimizer steps, {len(groups)}, not {told}.")
+
+
+@dataclass
+class _Run:
+    """What an answer did: (forwards, gradient) at every step, the most bytes kept at once, and what it returned."""
+
+    steps: list[tuple[int, torch.Tensor]]
+    kept: int = 0
+    returned: object = None
+
+
+def _recorded(answer: Callable, micro_batches: list[MicroBatch], accumulate_steps: int) -> tuple[Reader, _Run]:
+    torch.manual_seed(0)
+    model = Reader()
+    start, run, alive, forwards = copy.deepcopy(model), _Run([]), [0], [0]
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)  # what an earlier epoch may leave behind
+
+    def forward(*_) -> None:
+        forwards[0] += 1
+
+    def step(*_) -> None:
+        found = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
+        run.steps.append((forwards[0], torch.cat([gradient.flatten() for gradient in found])))
+        forwards[0] = 0
+
+    def pack(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        def box() -> torch.Tensor:
+            return tensor
+
+        alive[0] += tensor.nbytes
+        run.kept = max(run.kept, alive[0])
+        weakref.finalize(box, died, tensor.nbytes).atexit = False
+        return box
+
+    def died(size: int) -> None:
+        alive[0] -= size
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=_RATE)
+    model.register_forward_hook(forward)
+    optimizer.register_step_pre_hook(step)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda box: box()):
+        run.returned = answer(model, optimizer, copy.deepcopy(micro_batches), accumulate_steps)
+    return start, run
+
+
+def _one_by_one(model: Reader, optimizer: torch.optim.Optimizer, micro_batches: list[MicroBatch], _: int) -> None:
+    for tokens, targets in micro_batches:
+        _summed_loss(model, tokens, targets).backward()
+
+
+def _summed_loss(model: Reader, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(model(tokens).transpose(1, 2), targets, ignore_index=IGNORED, reduction="sum")
+
+
+def _examine_steps(steps: list[tuple[int, torch.Tensor]], groups: list[list[MicroBatch]], model: Reader) -> None:
+    expect(steps, "there is no optimizer step at all. Call optimizer.step() once per group.")
+    early = steps[0][0] == 1 < max(forwards for forwards, _ in steps)
+    expect(not early, "the first optimizer step comes after one micro-batch. Step when i + 1, not i, is a multiple.")
+    for _, gradient in steps:
+        expect(
+            gradient.isfinite().all(),
+            "a gradient holds a nan: where nothing has a target, a mean is 0 / 0. Sum the losses, divide by the "
+            "targets of the group, and leave out a group that has none.",
+        )
+    fewer = "What is left at the end needs a step of its own."
+    more = "Step once per group; a group without any target makes no step."
+    due = f"there are {len(steps)} optimizer steps, and {len(groups)} are due. "
+    expect(len(steps) == len(groups), due + (fewer if len(steps) < len(groups) else more))
+    before, most = torch.ones_like(steps[0][1]), max(map(len, groups))
+    for number, ((_, gradient), group) in enumerate(zip(steps, groups, strict=True), start=1):
+        wanted = _gradient(model, group, [1 / _targets(group)] * len(group))
+        if not _same(gradient, wanted):
+            fail(f"step {number} has a wrong gradient. {_why_gradient(gradient, wanted, before, model, group, most)}")
+        before = gradient
+        vector = nn.utils.parameters_to_vector(model.parameters()).detach()
+        nn.utils.vector_to_parameters(vector - _RATE * wanted, model.parameters())
+
+
+_same = functools.partial(close, relative=1e-4, absolute=1e-6)
 
 
 def _why_gradient(
-    got: torch.Tensor, wanted: torch.Tensor, model: Reader, group: list, before: torch.Tensor, steps: list
+    got: torch.Tensor, wanted: torch.Tensor, before: torch.Tensor, model: Reader, group: list[MicroBatch], most: int
 ) -> str:
-    size, most = len(group), max(step.forwards for step in steps)
-    own = [max(1, _tokens([batch])) for batch in group]
-    if not torch.isfinite(got).all():
-        return "It holds a nan: a micro-batch without any target has a mean of 0 / 0. Take sums, not means."
-    if torch.allclose(got, wanted + before, rtol=1e-4, atol=1e-6):
-        return "The gradient of before is still in it: call zero_grad before the first backward, and after each step."
-    for weights, hint in (
-        ([1 / (size * n) for n in own], "It is a mean of means, in which tokens of short micro-batches weigh more. "
-         "Sum the losses of the tokens, and divide by the number of targets in the whole group."),
-        ([1 / (most * n) for n in own], "It is a mean of means, and this group is smaller than accumulate_steps."),
-        ([1 / n for n in own], "It is a sum of means. Divide by the number of targets in the whole group."),
-        ([1.0] * size, "It is a sum over tokens that nobody has divided by their number."),
-    ):  # fmt: skip
-        if torch.allclose(got, _gradient(model, group, lambda _, w=weights: w), rtol=1e-4, atol=1e-6):
-            return hint
-    padded = sum(targets.numel() for _, targets in group)
-    if torch.allclose(got, wanted * _tokens(group) / padded, rtol=1e-4, atol=1e-6):
-        return "You divide by all positions. Those with a target of -100 do not count."
-    return (
-        "Compare it with cross_entropy(..., reduction='sum') over all of the group, divided by its number of targets."
-    )
+    size, own = len(group), [max(1, _targets([batch])) for batch in group]
+    every, padded = _targets(group), sum(targets.numel() for _, targets in group)
+    means = "It is a mean of means, in which tokens of short micro-batches weigh more. Sum the losses of the tokens, "
+    hints = {
+        "The gradient of before is in it: zero_grad before the first backward, and after each step.": wanted + before,
+        means + "and divide by the number of targets in the whole group.": [1 / (size * n) for n in own],
+        "It is a mean of means, and this group is smaller than accumulate_steps.": [1 / (most * n) for n in own],
+        "It is a sum of means. Divide by the number of targets in the whole group.": [1 / n for n in own],
+        "It is a sum over tokens that nobody has divided by their number.": [1.0] * size,
+        "You divide by all positions. Those with a target of -100 do not count.": [1 / padded] * size,
+        "Only the last micro-batch is in it: zero_grad once per group, not before each backward.": [0] * (size - 1)
+        + [1 / every],
+        "Only the first micro-batch is in it.": [1 / every] + [0] * (size - 1),
+    }
+    found = {hint: w if isinstance(w, torch.Tensor) else _gradient(model, group, w) for hint, w in hints.items()}
+    return diagnose(got, found, "Sum the losses of the whole group, and divide by its number of targets.", _same)
 
 
-def _tokens(group: list[MicroBatch]) -> int:
+def _targets(group: list[MicroBatch]) -> int:
     return sum(int((targets != IGNORED).sum()) for _, targets in group)
 
 
-def _gradient(
-    model: Reader, group: list[MicroBatch], weights: Callable[[list[MicroBatch]], list[float]]
-) -> torch.Tensor:
+def _gradient(model: Reader, group: list[MicroBatch], weights: Sequence[float]) -> torch.Tensor:
     """The gradient of the summed losses, each micro-batch with its weight."""
-    model = copy.deepcopy(model)
-    model.zero_grad()
-    for (tokens, targets), weight in zip(group, weights(group), strict=True):
-        logits = model(tokens).transpose(1, 2)
-        (weight * F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")).backward()
-    return torch.cat([p.grad.flatten() for p in model.parameters()])
-
-
-class _Kept:
-    """Bytes that autograd keeps at the same time, over a run that calls backward in between."""
-
-    def __init__(self):
-        self.now = self.peak = 0
-
-    def pack(self, tensor: torch.Tensor) -> "_Box":
-        box, size = _Box(tensor), tensor.nbytes
-        self.now += size
-        self.peak = max(self.peak, self.now)
-        weakref.finalize(box, self._died, size).atexit = False
-        return box
-
-    def _died(self, size: int) -> None:
-        self.now -= size
-
-
-class _Box:
-    def __init__(self, tensor: torch.Tensor):
-        self.tensor = tensor
-
-
-@contextlib.contextmanager
-def _kept_at_once() -> Iterator[_Kept]:
-    kept = _Kept()
-    with torch.autograd.graph.saved_tensors_hooks(kept.pack, lambda box: box.tensor):
-        yield kept
-
-
-def _kept_by(model: Reader, batch: MicroBatch) -> int:
-    with _kept_at_once() as kept:
-        loss = F.cross_entropy(model(batch[0]).transpose(1, 2), batch[1], ignore_index=IGNORED, reduction="sum")
-    peak = kept.peak
-    del loss
-    return peak
+    loss = sum(w * _summed_loss(model, *batch) for batch, w in zip(group, weights, strict=True))
+    return torch.cat([gradient.flatten() for gradient in torch.autograd.grad(loss, list(model.parameters()))])
 
 
 # --- Task 3 ---------------------------------------------------------------------------------------------------------
 
-CONFIGURATIONS = (
-    {"blocks": 5, "batch": 8, "tokens": 16, "width": 32, "accumulate_steps": 1, "checkpointing": False},
-    {"blocks": 5, "batch": 8, "tokens": 16, "width": 32, "accumulate_steps": 4, "checkpointing": False},
-    {"blocks": 6, "batch": 8, "tokens": 16, "width": 32, "accumulate_steps": 1, "checkpointing": True},
-    {"blocks": 6, "batch": 12, "tokens": 10, "width": 48, "accumulate_steps": 3, "checkpointing": True},
+_NAMES = ("blocks", "batch", "tokens", "width", "accumulate_steps", "checkpointing")
+CONFIGURATIONS = tuple(
+    dict(zip(_NAMES, setup, strict=True))
+    for setup in (
+        (5, 8, 16, 32, 1, False),
+        (5, 8, 16, 32, 4, False),
+        (6, 8, 16, 32, 1, True),
+        (6, 12, 10, 48, 3, True),
+    )
 )
+# what a formula must get right too, and a table of the four above does not
+_MORE = tuple(dict(zip(_NAMES, setup, strict=True)) for setup in ((3, 6, 7, 24, 2, False), (2, 9, 5, 40, 3, True)))
 
 
 def counted(blocks: int, batch: int, tokens: int, width: int, accumulate_steps: int, checkpointing: bool) -> int:
@@ -289,98 +254,114 @@ def counted(blocks: int, batch: int, tokens: int, width: int, accumulate_steps: 
     return count.saved_bytes(lambda: _run(model, x, range(blocks) if checkpointing else ()), model).bytes
 
 
-@check("Task 3, four configurations", seconds=300)
+@check("Task 3, four configurations")
 def kept_bytes(answer: Callable[..., int]) -> None:
-    for setup in CONFIGURATIONS:
-        got, wanted = answer(**setup), counted(**setup)
-        if got != wanted:
-            words = (
-                f"{setup['blocks']} blocks, batch {setup['batch']}, {setup['tokens']} tokens, width {setup['width']}"
-            )
-            words += f", accumulate_steps {setup['accumulate_steps']}" + ", checkpointing" * setup["checkpointing"]
-            expect(
-                False,
-                f"For {words} the counter finds {wanted} bytes; you predict {got!r}. " + _why_kept(got, **setup),
-            )
+    for setup in (*CONFIGURATIONS, *_MORE):
+        wanted = counted(**setup)
+        with patch.object(count, "saved_bytes", _no_counter):
+            got = whole(ask(answer, **setup), "The number of bytes")
+        words = "{blocks} blocks, batch {batch}, {tokens} tokens, width {width}, accumulate_steps {accumulate_steps}"
+        with where(words.format(**setup) + ", checkpointing" * setup["checkpointing"]):
+            if got != wanted:
+                fail(f"the counter finds {wanted} bytes; you predict {got}. {_why_kept(got, **setup)}")
+
+
+def _no_counter(*_) -> None:
+    fail("You call the counter. Predict with arithmetic, and compare with the counter in the next cell.")
 
 
 def _why_kept(
-    got: object, blocks: int, batch: int, tokens: int, width: int, accumulate_steps: int, checkpointing: bool
+    got: int, blocks: int, batch: int, tokens: int, width: int, accumulate_steps: int, checkpointing: bool
 ) -> str:
-    if not isinstance(got, int | float):
-        return "Return a number of bytes."
     positions = batch // accumulate_steps * tokens
-    plain, border = 4 * blocks * positions * (10 * width + 2), 4 * blocks * positions * width
+    border, statistics = 4 * blocks * positions * width, 8 * blocks * positions
+    plain = 10 * border + statistics
     wanted = border if checkpointing else plain
-    if got == wanted * accumulate_steps:
-        return "One micro-batch is alive at a time: batch // accumulate_steps samples."
-    if got * 4 == wanted:
-        return "You count numbers; in fp32 each has 4 bytes."
-    if got == wanted / blocks:
-        return "That is one block; all of them keep something until backward comes."
-    if not checkpointing and got == 40 * blocks * positions * width:
-        return "The LayerNorm also keeps a mean and a scale for each token, 4 bytes each."
-    if checkpointing and got == plain:
-        return "That is without checkpoints: with them, a block keeps its input and nothing else."
-    if checkpointing and got == border + 4 * positions * (10 * width + 2):
-        return "The inside of one block comes back in backward only; the question is what is kept when forward ends."
-    return "Go through the block: what does each operation need for its derivative, and how wide is that?"
+    hints = {
+        "One micro-batch is alive at a time: batch // accumulate_steps samples.": wanted * accumulate_steps,
+        "You count numbers; in fp32 each has 4 bytes.": wanted / 4,
+        "That is one block; all of them keep something until backward comes.": wanted / blocks,
+    }
+    if checkpointing:
+        hints |= {
+            "That is without checkpoints: with them, a block keeps its input and nothing else.": plain,
+            "The LayerNorm's mean and scale are inside the block: they come back in backward.": border + statistics,
+            "The inside of a block comes back in backward only; count what is kept when forward ends.": border
+            + plain / blocks,
+        }
+    else:
+        hints["The LayerNorm also keeps a mean and a scale for each token, 4 bytes each."] = 10 * border
+        hints["The LayerNorm keeps a mean and a scale, so two numbers per token."] = 10 * border + statistics / 2
+    return diagnose(
+        got, hints, "Go through the block: what does each operation need for its derivative, and how wide?"
+    )
 
 
 # --- Task 4 ---------------------------------------------------------------------------------------------------------
 
 
-def _run(blocks: Sequence[nn.Module], x: torch.Tensor, chosen: Collection[int]) -> torch.Tensor:
+def _run(blocks: Sequence[nn.Module], x: torch.Tensor, chosen: Collection[int], **options) -> torch.Tensor:
     for i, block in enumerate(blocks):
-        x = checkpoint(block, x, use_reentrant=False) if i in chosen else block(x)
+        x = checkpoint(block, x, use_reentrant=False, **options) if i in chosen else block(x)
     return x
 
 
-@check("Task 4, checkpoints where you want them", seconds=300)
+def _bound_late(blocks: Sequence[nn.Module], x: torch.Tensor, chosen: Collection[int]) -> torch.Tensor:
+    for i, block in enumerate(blocks):
+        x = checkpoint(lambda h: block(h), x, use_reentrant=False) if i in chosen else block(x)  # noqa: B023
+    return x
+
+
+@check("Task 4, checkpoints where you want them")
 def run_blocks(answer: Callable[[nn.Sequential, torch.Tensor, Collection[int]], torch.Tensor]) -> None:
     for chosen, training in (((), True), ((0, 1, 2, 3), True), ((1, 3), True), ((2,), True), ((0, 1, 2, 3), False)):
-        torch.manual_seed(0)
-        blocks = nn.Sequential(*(Block(16, dropout=0.3) for _ in range(4))).train(training)
-        x = torch.randn(5, 16)  # as images: the input itself needs no gradient
-        case = f"With the blocks {list(chosen)} chosen, " + "in eval mode, " * (not training)
-        out, wanted = (_outcome(blocks, functools.partial(run, blocks, x, set(chosen))) for run in (answer, _run))
-        expect(isinstance(out.value, torch.Tensor), case + "the function must return the output, a tensor.")
-        same = out.value.shape == wanted.value.shape and torch.allclose(out.value, wanted.value, atol=1e-5)
-        expect(same, case + "the output differs from that of the blocks, each run on the output of the one before.")
-        expect(
-            out.gradients is not None,
-            case + "some parameters get no gradient. The old variant loses them where the input needs none: "
-            "write use_reentrant=False.",
-        )
-        expect(
-            torch.allclose(out.gradients, wanted.gradients, rtol=1e-4, atol=1e-5),
-            case
-            + "the gradients are wrong. Dropout must draw the same mask in the second run: keep preserve_rng_state.",
-        )
-        if out.kept != wanted.kept:
-            where = "checkpoint these blocks one by one, and no others" if out.kept < wanted.kept else (
-                "some of them are not checkpointed")  # fmt: skip
-            expect(False, case + f"{out.kept} bytes are kept, and {wanted.kept} should be: {where}.")
+        outcome = functools.partial(_outcome, chosen=chosen, training=training)
+        with where(f"With the blocks {list(chosen)} chosen" + ", in eval mode" * (not training)):
+            out, wanted = outcome(answer), outcome(_run)
+            expect(out.same_inputs, "your function changes its inputs: the blocks' mode or dropout, x, or its flag.")
+            alike = out.value.shape == wanted.value.shape and close(out.value, wanted.value, absolute=1e-5)
+            expect(alike, "the output differs from that of the blocks, each run on the output of the one before.")
+            lost = [name for name, gradient in out.gradients.items() if gradient is None]
+            old = "The old variant loses them where the input needs none: write use_reentrant=False."
+            cause = old if chosen else "Does a no_grad or a detach cut them off?"
+            expect(not lost, f"{len(lost)} of {len(out.gradients)} parameters get no gradient. {cause}")
+            if not _same(out.gradients, wanted.gradients):
+                masks = functools.partial(_run, preserve_rng_state=False)
+                hints = {
+                    "Dropout must draw the same mask in the second run: keep preserve_rng_state.": masks,
+                    "Each second run takes the last block: a lambda looks a name up when it is called.": _bound_late,
+                }
+                found = {hint: outcome(fault).gradients for hint, fault in hints.items()}
+                fail(f"the gradients are wrong. {diagnose(out.gradients, found, 'Compare with blocks(x).', _same)}")
+            fewer = "checkpoint these one by one, and no others"
+            which = fewer if out.kept < wanted.kept else "some are not checkpointed"
+            expect(out.kept == wanted.kept, f"{out.kept} bytes are kept, and {wanted.kept} should be: {which}.")
 
 
 @dataclass(frozen=True)
 class _Outcome:
-    value: object
-    gradients: torch.Tensor | None
+    value: torch.Tensor
+    gradients: dict[str, torch.Tensor | None]
     kept: int
+    same_inputs: bool
 
 
-def _outcome(blocks: nn.Module, forward: Callable[[], torch.Tensor]) -> _Outcome:
-    blocks.zero_grad()
+def _outcome(run: Callable, chosen: Collection[int], training: bool) -> _Outcome:
+    """What a run gives on blocks and an input of its own, which are the same every time."""
+    torch.manual_seed(0)
+    blocks = nn.Sequential(*(Block(16, dropout=0.3) for _ in range(4))).train(training)
+    x = torch.randn(5, 16)  # as images: the input itself needs no gradient
+    before, made = (copy.deepcopy(blocks), x.clone()), []
     torch.manual_seed(1)
-    value = forward()
-    if not isinstance(value, torch.Tensor):
-        return _Outcome(value, None, 0)
+    kept = count.saved_bytes(lambda: made.append(run(blocks, x, set(chosen))), blocks).bytes
+    value = made[0]
+    expect(isinstance(value, torch.Tensor), "the function must return the output, a tensor.")
+    same = not x.requires_grad and distance(x, before[1]) == distance(blocks, before[0]) == 0
+    pairs = zip(blocks.modules(), before[0].modules(), strict=True)
+    same &= all(a.training == b.training and getattr(a, "p", 0) == getattr(b, "p", 0) for a, b in pairs)
     if value.requires_grad:
         value.square().sum().backward()
-    gradients = [p.grad for p in blocks.parameters()]
-    found = None if any(g is None for g in gradients) else torch.cat([g.flatten() for g in gradients])
-    return _Outcome(value.detach(), found, count.saved_bytes(forward, blocks).bytes)
+    return _Outcome(value, {name: p.grad for name, p in blocks.named_parameters()}, kept, same)
 
 
 # --- Task 5 ---------------------------------------------------------------------------------------------------------
@@ -403,14 +384,10 @@ def network(wides: Sequence[int], width: int = 16) -> nn.Sequential:
 
 def costs(blocks: nn.Sequential, x: torch.Tensor) -> Costs:
     """Count what a checkpoint would save and cost, block by block."""
-    kept = [count.saved_bytes(lambda b=b: b(x), b).bytes for b in blocks]
-    border = [count.saved_bytes(lambda b=b: checkpoint(b, x, use_reentrant=False), b).bytes for b in blocks]
-    again = [_step_flops(b, x, {0}) - _step_flops(b, x, ()) for b in blocks]
+    alone = [nn.Sequential(block) for block in blocks]
+    kept, border = ([kept_with(block, x, chosen) for block in alone] for chosen in ((), {0}))
+    again = [step_flops(block, x, {0}) - step_flops(block, x, ()) for block in alone]
     return Costs(tuple(kept), tuple(border), tuple(again))
-
-
-def _step_flops(block: nn.Module, x: torch.Tensor, chosen: Collection[int]) -> int:
-    return step_flops(nn.Sequential(block), x, chosen)
 
 
 def step_flops(blocks: nn.Sequential, x: torch.Tensor, chosen: Collection[int]) -> int:
@@ -423,69 +400,54 @@ def kept_with(blocks: nn.Sequential, x: torch.Tensor, chosen: Collection[int]) -
     return count.saved_bytes(lambda: _run(blocks, x, chosen), blocks).bytes
 
 
-@check("Task 5, the fewest FLOPs under a budget", seconds=300)
+_NETWORKS = {  # hidden widths: budgets, as shares of what the plain network keeps
+    (4, 4, 4, 4): (1.0, 0.7, 0.4),
+    (1, 2, 8, 3, 6): (0.8, 0.6, 0.35),
+    (7, 5, 5, 2, 1, 3): (0.62, 0.5),
+    (1, 7, 1, 2, 7, 9): (0.55,),  # here the best-looking block first is wrong, by four measures of looks
+}
+
+
+@check("Task 5, the fewest FLOPs under a budget")
 def choose(answer: Callable[[Costs, int], Collection[int] | None]) -> None:
-    for wides, shares in (
-        ((4, 4, 4, 4), (1.0, 0.7, 0.4)),
-        ((1, 2, 8, 3, 6), (0.8, 0.6, 0.35)),
-        ((7, 5, 5, 2, 1, 3), (0.62, 0.5)),
-    ):
-        found = _place(wides).costs
+    for wides, shares in _NETWORKS.items():
+        found = _costs(wides)
         for share in shares:
-            _examine_choice(answer, wides, int(share * sum(found.kept)))
-    found = _place((2, 3)).costs
-    got = answer(found, sum(found.border) - 1)
-    expect(got is None, f"Where even checkpoints on all blocks keep too much, return None, not {got!r}.")
-
-
-@dataclass(frozen=True)
-class _Place:
-    """A network to spend FLOPs in, its input, its costs, and the FLOPs of a step without checkpoints."""
-
-    blocks: nn.Sequential
-    x: torch.Tensor
-    costs: Costs
-    plain: int
+            _examine_choice(answer, found, int(share * sum(found.kept)))
+    _examine_choice(answer, found, sum(found.border))  # all blocks, and exactly
+    got = ask(answer, found, sum(found.border) - 1)
+    expect(got is None, lambda: f"Where even checkpoints on all blocks keep too much, return None, not {got!r}.")
 
 
 @functools.cache
-def _place(wides: tuple[int, ...]) -> _Place:
-    blocks, x = network(wides), torch.randn(6, 16)
-    return _Place(blocks, x, costs(blocks, x), step_flops(blocks, x, ()))
+def _costs(wides: tuple[int, ...]) -> Costs:
+    return costs(network(wides), torch.randn(6, 16))
 
 
-def _examine_choice(answer: Callable, wides: tuple[int, ...], budget: int) -> None:
-    place = _place(wides)
-    blocks, x, found = place.blocks, place.x, place.costs
-    got = answer(found, budget)
-    case = f"With {len(blocks)} blocks that keep {list(found.kept)} bytes and a budget of {budget}, "
-    expect(got is not None, case + "there is a choice that fits; you return None.")
-    expect(
-        isinstance(got, Collection) and all(isinstance(i, int) and 0 <= i < len(blocks) for i in got),
-        case + f"return the numbers of the blocks to checkpoint, counted from 0; you return {got!r}.",
-    )
-    chosen = set(got)
-    kept = kept_with(blocks, x, chosen)
-    expect(
-        kept <= budget,
-        case + f"your choice {sorted(chosen)} keeps {kept} bytes by the counter. "
-        "A checkpointed block still keeps its border, and all other blocks keep everything.",
-    )
-    extra, least = step_flops(blocks, x, chosen) - place.plain, min_extra(found, budget)
-    expect(
-        extra <= least,
-        case + f"your choice {sorted(chosen)} fits and costs {extra} FLOPs more; {least} would do. "
-        + _why_choice(chosen, found, budget),
-    )  # fmt: skip
-
-
-def _why_choice(chosen: set[int], found: Costs, budget: int) -> str:
-    if len(chosen) == len(found.kept):
-        return "You checkpoint every block; the budget does not ask for all of them."
-    for i in sorted(chosen):
-        if _total(found, chosen - {i}) <= budget:
-            return f"Block {i} need not be checkpointed at all."
-    return "Taking the best-looking block first is not enough; with so few blocks you can try every set of them."
+def _examine_choice(answer: Callable, found: Costs, budget: int) -> None:
+    blocks = len(found.kept)
+    got = ask(answer, found, budget)
+    with where(f"With {blocks} blocks that keep {list(found.kept)} bytes and a budget of {budget}"):
+        expect(got is not None, "there is a choice that fits; you return None.")
+        chosen = {whole(i, "The number of a block to checkpoint", 0, blocks - 1) for i in sequence(got)}
+        kept, extra = _total(found, chosen), sum(found.again[i] for i in chosen)
+        expect(
+            kept <= budget,
+            f"your choice {sorted(chosen)} keeps {kept} bytes. A checkpointed block still keeps its border, and all "
+            "other blocks keep everything.",
+        )
+        least = _fewest(found, budget)
+        if extra > least:
+            spare = next((i for i in sorted(chosen) if _total(found, chosen - {i}) <= budget), None)
+            hints = {
+                "You checkpoint every block; the budget does not ask for all of them.": len(chosen) == blocks,
+                f"Block {spare} need not be checkpointed at all.": spare is not None,
+            }
+            tried = (
+                "Taking the best-looking block first is not enough; with so few blocks you can try every set of them."
+            )
+            more = f"your choice {sorted(chosen)} fits and costs {extra} FLOPs more; {least} would do."
+            fail(f"{more} {diagnose(chosen, hints, tried)}")
 
 
 def _total(found: Costs, chosen: Collection[int]) -> int:
@@ -496,7 +458,7 @@ def _subsets(number: int) -> Iterator[tuple[int, ...]]:
     return itertools.chain.from_iterable(itertools.combinations(range(number), size) for size in range(number + 1))
 
 
-def min_extra(found: Costs, budget: int) -> int:
+def _fewest(found: Costs, budget: int) -> int:
     """The fewest extra FLOPs with which the blocks keep at most `budget` bytes."""
     fitting = [chosen for chosen in _subsets(len(found.kept)) if _total(found, chosen) <= budget]
     return min(sum(found.again[i] for i in chosen) for chosen in fitting)

@@ -1,0 +1,100 @@
+"""Which bytes are alive after each operation, and which bytes each operation moves: what two notebooks watch with.
+
+A dispatch mode is told of every operation that PyTorch runs. `Meter` keeps a ledger of storages from their birth to
+their death; `traffic` adds up what operations read and write. Both work on real and on fake tensors.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+KINDS = ("parameters", "optimizer state", "gradients", "activations", "temporaries")
+_PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "convolution", "scaled_dot_product")
+
+
+class Meter(TorchDispatchMode):
+    """The storages that live while operations run inside `with meter:`, each counted once, by kind of KINDS."""
+
+    def __init__(self, known: Iterable[torch.Tensor] = ()):
+        super().__init__()
+        self._alive: dict[int, dict] = {}
+        self.entries: list[dict] = []  # a storage each: bytes, kind, and after which operation it was born and died
+        self.marks: list[tuple[int, str]] = []  # which phase began after which operation
+        self.operations, self._kind = 0, "activations"
+        self.see_all("parameters", list(known))
+
+    def see(self, tensor: torch.Tensor, kind: str = "") -> None:
+        """Write a tensor's storage down; without a kind, it is of the present phase's, or keeps its own."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata  # the address of the storage object itself: views share it
+        if key not in self._alive:
+            self._alive[key] = {"bytes": storage.nbytes(), "kind": self._kind, "born": self.operations, "died": None}
+            self.entries.append(self._alive[key])
+            weakref.finalize(storage, self._died, key).atexit = False
+        self._alive[key]["kind"] = kind or self._alive[key]["kind"]
+
+    def see_all(self, kind: str, tensors: object) -> None:
+        """The same for a list, a dictionary or any nest of tensors."""
+        for tensor in tree_leaves(tensors):
+            if isinstance(tensor, torch.Tensor):
+                self.see(tensor, kind)
+
+    def _died(self, key: int) -> None:
+        self._alive.pop(key)["died"] = self.operations
+
+    def begin(self, phase: str, kind: str) -> None:
+        """From here on, new storages are of this kind, until `see` knows better."""
+        self.marks.append((self.operations, phase))
+        self._kind = kind
+
+    def film(self) -> np.ndarray:
+        """Bytes alive after every operation, a row a kind of KINDS."""
+        change = np.zeros((len(KINDS), self.operations + 2), dtype=np.int64)
+        for entry in self.entries:
+            row, died = KINDS.index(entry["kind"]), entry["died"]
+            change[row, entry["born"]] += entry["bytes"]
+            change[row, (self.operations if died is None else died) + 1] -= entry["bytes"]
+        return change.cumsum(1)[:, :-1]
+
+    def peak(self) -> int:
+        """The most bytes that were alive at once."""
+        return int(self.film().sum(0).max())
+
+    def history(self) -> np.ndarray:
+        """Bytes alive after every operation, without the `known` tensors and other parameters."""
+        return self.film()[1:].sum(0)
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        out = operation(*args, **(kwargs or {}))
+        self.operations += 1
+        self.see_all("", out)
+        return out
+
+
+class _Traffic(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.bytes = {"products": 0, "the rest": 0}
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        out = operation(*args, **(kwargs or {}))
+        name = operation._schema.name.removeprefix("aten::").lstrip("_")
+        moves = operation.namespace == "aten" and not operation.is_view  # fake tensors also ask for devices
+        if moves and not name.startswith(("empty", "new_empty", "unsafe_view")):
+            touched = (t for t in tree_leaves((args, kwargs, out)) if isinstance(t, torch.Tensor))
+            self.bytes["products" if name.startswith(_PRODUCTS) else "the rest"] += sum(t.nbytes for t in touched)
+        return out
+
+
+def traffic(work: Callable[[], object]) -> dict[str, int]:
+    """Bytes that the operations of `work()` read and write: of products and attention, and of the rest.
+
+    `count.flops` counts the former alone. Each operation pays for all its inputs and outputs; views move nothing.
+    """
+    with _Traffic() as mode:
+        work()
+    return mode.bytes
