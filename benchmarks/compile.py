@@ -1,59 +1,117 @@
-"""What torch.compile costs and saves on a GELU written out by hand: cold and warm start, step times.
+"""What torch.compile costs and saves: a GELU by hand, cold and warm; and a ViT's training step in each mode.
 
-The step is that of unit 9.4, in processes of their own: one with an empty cache, then one with the cache which the
-first one left. Usage: python -m benchmarks.compile [--seconds 10] [--out FILE]
+The GELU is that of unit 9.4, in processes of their own: one with an empty cache, then one with the cache which the
+first one left. The modes are measured in the same way.
 """
 
-import argparse
+import functools
+import json
+import os
 import runpy
+import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
-import psutil
+import torch
 
-from speedlab import compat, machine
+from benchmarks import day
+from benchmarks.day import Item, Session
+from benchmarks.precision import settings_in, step_of
+from benchmarks.workloads.vit import Vit
+from speedlab import compat, machine, measure
 from speedlab.display import seconds_text
-from speedlab.results import FOLDER, record
 
-SCRIPT = FOLDER.parent / "code-units" / "9.4-compile" / "cold_start.py"
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPT = ROOT / "code-units" / "9.4-compile" / "cold_start.py"
+MODES = ("default", "reduce-overhead", "max-autotune-no-cudagraphs")
+_TIMEOUT = 240
 
 
-def row(seconds: float) -> dict:
-    """The bill of this machine: seconds of a cold and of a warm start, of a step, and the steps that pay for them."""
-    lesson = runpy.run_path(str(SCRIPT))
-    with tempfile.TemporaryDirectory(prefix="speedlab-", ignore_cleanup_errors=True) as cache:
-        cold, warm = (lesson["run"](cache, seconds, timeout=110 + 10 * seconds) for _ in range(2))
+def bill(cold: dict, warm: dict) -> dict:
+    """Seconds of a cold and of a warm start, of an eager and a compiled step, and the steps that pay for a start."""
     saved = warm["eager_s"] - warm["compiled_s"]
+    starts = f"cold {seconds_text(cold['first_s'])}, warm {seconds_text(warm['first_s'])}"
+    steps = f"{seconds_text(warm['eager_s'])} eager, {seconds_text(warm['compiled_s'])} compiled"
     return {
-        "workload": "GELU written out by hand, forward and backward",
-        "elements": lesson["elements"](),
-        "compiler": compat.compiler(),
+        "found": f"start {starts}; step {steps}",
         "cold_s": cold["first_s"],
         "warm_s": warm["first_s"],
         "eager_s": warm["eager_s"],
         "compiled_s": warm["compiled_s"],
         "break_even_steps": cold["first_s"] / saved if saved > 0 else None,
         "break_even_steps_warm": warm["first_s"] / saved if saved > 0 else None,
+        "compiler": compat.compiler(),
     }
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=10.0, help="budget for the step times of a process")
-    parser.add_argument("--out", type=Path, help="the results file (default: results/<machine>.json)")
-    options = parser.parse_args()
+def gelu(session: Session, rows: list[dict]) -> list[dict]:
+    """The bill of the lesson's step."""
+    task = "GELU written out by hand, forward and backward"
     if compat.compiler() is None:
-        print(f"There is nothing to measure: torch.compile finds {compat.NO_COMPILER}.", file=sys.stderr)
-        return 2
-    load = psutil.getloadavg()[0]
-    print(machine.describe())
-    found = row(options.seconds)
-    for key in ("cold_s", "warm_s", "eager_s", "compiled_s"):
-        print(f"{key.removesuffix('_s')}: {seconds_text(found[key])}")
-    print("written to", record("compile", [found], options.out, load))
-    return 0
+        return [{"task": task, "not_run": f"torch.compile finds {compat.NO_COMPILER}"}]
+    lesson = runpy.run_path(str(SCRIPT))
+    with tempfile.TemporaryDirectory(prefix="speedlab-", ignore_cleanup_errors=True) as cache:
+        cold, warm = (lesson["run"](cache, session.seconds / 2, timeout=_TIMEOUT) for _ in range(2))
+    return [{"task": task, "elements": lesson["elements"](), **bill(cold, warm)}]
+
+
+def mode(name: str, session: Session, rows: list[dict]) -> list[dict]:
+    """The bill of a ViT-B/16's training step under bf16 autocast, compiled as a whole in this mode."""
+    task = f"a training step of ViT-B/16, mode {name}"
+    if compat.compiler() is None:
+        return [{"task": task, "not_run": f"torch.compile finds {compat.NO_COMPILER}"}]
+    if name != "default" and not session.on_gpu:
+        return [{"task": task, "not_run": "this mode is for GPUs: on a CPU it compiles as the default does"}]
+    with tempfile.TemporaryDirectory(prefix="speedlab-", ignore_cleanup_errors=True) as cache:
+        places = {"TORCHINDUCTOR_CACHE_DIR": cache, "TRITON_CACHE_DIR": str(Path(cache, "triton"))}
+        asked = [sys.executable, "-m", "benchmarks.compile", "--child", name, session.scale, str(session.seconds / 2)]
+        answers = []
+        for _ in range(2):
+            try:
+                ended = subprocess.run(asked, cwd=ROOT, env={**os.environ, **places, "TQDM_DISABLE": "1"},
+                                       capture_output=True, text=True, timeout=_TIMEOUT)  # fmt: skip
+            except subprocess.TimeoutExpired:
+                return [{"task": task, "not_run": f"compiling had not ended after {_TIMEOUT} s, and was stopped"}]
+            if ended.returncode:
+                raise RuntimeError(ended.stderr.strip().splitlines()[-1])
+            answers.append(json.loads(ended.stdout.splitlines()[-1]))
+    return [{"task": task, "mode": name, "batch": answers[0]["batch"], **bill(*answers)}]
+
+
+def measured_here(name: str, scale: str, seconds: float) -> dict:
+    """In a process of its own: the first compiled step's seconds beyond a usual one's, and usual steps' medians."""
+    device = machine.device()
+    work, batch = Vit(device, scale), 4 if scale == "tiny" else 64 if device.type == "cuda" else 8
+    half = "bf16" if machine.is_fast("bf16") else "fp32"
+    settings = replace(settings_in(work, half, batch), fused=True)
+    data, clock = work.fixed(settings, batch), machine.synchronised_clock(device)
+    runs = {kind: work.training(settings) for kind in ("eager", "compiled")}
+    runs["compiled"].forward = torch.compile(runs["compiled"].model, mode=name)
+    steps = {kind: step_of(run, data) for kind, run in runs.items()}
+    begin = clock()
+    steps["compiled"]()
+    first = clock() - begin
+    timings = measure.compare(steps, seconds=seconds).timings
+    usual = {f"{kind}_s": timing.median for kind, timing in timings.items()}
+    return {"first_s": first - usual["compiled_s"], "batch": batch, **usual}
+
+
+def items(session: Session) -> Iterator[Item]:
+    """The lesson's GELU."""
+    yield Item("GELU", 10 if session.tiny else 120, functools.partial(gelu, session))
+
+
+def modes(session: Session) -> Iterator[Item]:
+    """An item per mode."""
+    for name in MODES:
+        yield Item(name, 10 if session.tiny else 180, functools.partial(mode, name, session))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    if sys.argv[1:2] == ["--child"]:
+        print(json.dumps(measured_here(sys.argv[2], sys.argv[3], float(sys.argv[4]))))
+    else:
+        sys.exit(day.main({"compile": items, "compile-modes": modes}, __doc__))

@@ -1,18 +1,17 @@
-"""What `measure.compare` itself adds to a step of one millisecond. Usage: python -m benchmarks.overhead [--out FILE]
+"""What `measure.compare` itself adds to a step of one millisecond.
 
 The step spins until a millisecond of the clock has passed, so its true cost is known; what the comparison reports
 beyond the same loop without it is its own cost.
 """
 
-import argparse
 import statistics
+import sys
 import time
-from pathlib import Path
+from collections.abc import Iterator
 
-import psutil
-
+from benchmarks import day
+from benchmarks.day import Item, Session
 from speedlab import measure
-from speedlab.results import record
 
 STEP_SECONDS = 1e-3
 
@@ -23,25 +22,24 @@ def spin() -> None:
         pass
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, help="the results file (default: results/<machine>.json)")
-    options = parser.parse_args()
-    load = psutil.getloadavg()[0]
-    reported, plain = [], []
-    for _ in range(20):
-        reported.append(measure.time_step(spin, seconds=0.5).median)
+def measured(session: Session) -> list[dict]:
+    """One row: the share of the step that measuring costs, and its range over repeats."""
+    shares = []
+    for _ in range(2 if session.tiny else 20):
+        reported = measure.time_step(spin, seconds=0.01 if session.tiny else 0.5).median
         start = time.perf_counter()
         for _ in range(100):
             spin()
-        plain.append((time.perf_counter() - start) / 100)
-    shares = [(r - p) / STEP_SECONDS for r, p in zip(reported, plain, strict=True)]
-    share = statistics.median(shares)
-    spread = f"from {min(shares):.3%} to {max(shares):.3%}"
-    print(f"measuring a step of 1 ms costs {share:.3%} of it ({spread})")
-    row = {"step_s": STEP_SECONDS, "share": share, "low": min(shares), "high": max(shares)}
-    print("written to", record("overhead", [row], options.out, load))
+        shares.append((reported - (time.perf_counter() - start) / 100) / STEP_SECONDS)
+    share, low, high = statistics.median(shares), min(shares), max(shares)
+    found = f"measuring costs {share:.3%} of it (from {low:.3%} to {high:.3%})"
+    return [{"task": "timing a step of 1 ms", "found": found, "step_s": STEP_SECONDS, "share": share, "low": low,
+             "high": high}]  # fmt: skip
+
+
+def items(session: Session) -> Iterator[Item]:
+    yield Item("a step of 1 ms", 15, lambda rows: measured(session))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(day.main({"overhead": items}, __doc__))

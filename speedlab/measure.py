@@ -17,7 +17,7 @@ from tqdm.auto import tqdm
 from speedlab import machine
 from speedlab.display import Table, Tabular, measured, seconds_text, table
 
-__all__ = ["Comparison", "Ratio", "Timing", "compare", "measured", "ratio", "time_step"]
+__all__ = ["Comparison", "Ratio", "Timing", "compare", "measured", "ratio", "sample", "time_step"]
 
 # A sample lasts at least this long, so that reading the clock (under a microsecond) is lost in it.
 _SAMPLE_SECONDS = 5e-3
@@ -144,7 +144,7 @@ def compare(
     ) as bar:
         for done in range(1, max_rounds + 1):
             for name, step in variants.items():
-                samples[name].append(_sample(step, repeats[name], clock))
+                samples[name].append(sample(step, repeats[name], clock))
             bar.update()
             spent = done == max_rounds or (done >= min_rounds and clock() - begin > seconds)
             if done == next_look or spent:
@@ -191,7 +191,8 @@ def _factor(value: float) -> str:
     return f"{value:.2g}x" if value < 9.95 else f"{value:.0f}x"
 
 
-def _sample(step: Callable[[], object], repeats: int, clock: Callable[[], float]) -> float:
+def sample(step: Callable[[], object], repeats: int, clock: Callable[[], float]) -> float:
+    """Seconds per call over so many calls, by a clock that waits for the device."""
     # a collection in the middle of one sample would be charged to that variant alone
     collecting = gc.isenabled()
     gc.disable()
@@ -207,7 +208,7 @@ def _sample(step: Callable[[], object], repeats: int, clock: Callable[[], float]
 
 def _repeats(step: Callable[[], object], clock: Callable[[], float]) -> int:
     step()
-    return max(1, math.ceil(_SAMPLE_SECONDS / max(_sample(step, 1, clock), 1e-7)))
+    return max(1, math.ceil(_SAMPLE_SECONDS / max(sample(step, 1, clock), 1e-7)))
 
 
 def _timing(samples: list[float]) -> Timing:

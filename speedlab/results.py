@@ -1,79 +1,46 @@
-"""Reading and writing results/<machine>.json: one file per machine, one stamped section per benchmark."""
+"""What benchmarks/ recorded: results/ holds a JSON file per machine, with a stamped section per benchmark."""
 
 import json
-import re
-import subprocess
-import time
 from pathlib import Path
 
-import psutil
-import torch
-
-from speedlab import machine
-
 FOLDER = Path(__file__).resolve().parent.parent / "results"
-# With more than this much other work per core, a run is marked noisy.
-_QUIET_LOAD = 0.5
 
 
-def slug() -> str:
-    """A file name for this machine's results: `amd-epyc-2-cores-avx2`, `nvidia-h200`."""
-    found = machine.describe()
-    cpu = f"{found.cores} cores {' '.join(found.instructions[:1])}" if found.device == "cpu" else ""
-    return re.sub(r"[^a-z0-9]+", "-", f"{found.name} {cpu}".lower()).strip("-")
+class Rows(list):
+    """Rows of one section. `items` and `values` give them file by file, as notebook 9.8.2 still reads them."""
+
+    def __init__(self, sections: dict[str, dict]):
+        super().__init__(row for section in sections.values() for row in section["rows"])
+        for row in self:
+            row |= {"skipped": row["not_run"]} if "not_run" in row else {}
+        self.items, self.values = sections.items, sections.values
 
 
-def stamp() -> dict[str, object]:
-    """The full stamp of a result: machine, instruction sets, versions, load, date and git commit, as plain values."""
-    found = machine.describe()
-    return {
-        "machine": found.name,
-        "processor": machine.processor(),
-        "device": found.device,
-        "cores": found.cores,
-        "threads": torch.get_num_threads(),
-        "memory_gib": round(found.memory_gib, 1),
-        "instructions": list(found.instructions),
-        "fast_dtypes": list(found.fast),
-        "versions": dict(found.versions),
-        "load": round(psutil.getloadavg()[0], 2),
-        "date": time.strftime("%Y-%m-%d"),
-        "commit": _commit(),
-    }
+def recorded(section: str) -> Rows:
+    """Every row of `section` in results/, GPUs first: what the benchmark wrote, and where and when it did.
 
-
-def _commit() -> str:
-    asked = ["git", "describe", "--always", "--dirty"]
-    try:
-        answer = subprocess.run(asked, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10)
-    except (OSError, subprocess.TimeoutExpired):
-        return "unknown"
-    return answer.stdout.strip() if answer.returncode == 0 else "unknown"
-
-
-def record(section: str, rows: list[dict], out: Path | None = None, load_before: float = 0.0) -> Path:
-    """Put `rows` into the section of this machine's file, with a stamp, and return the file's path.
-
-    The file is replaced in one move, so that an interrupt leaves the old one. `load_before` is the load average when
-    the benchmark began; above half a process per core, the section is marked noisy.
+    To its own entries, among them `task` (what was done, in words), a row adds `machine` (words that tell the files
+    apart), `device` ('cuda' or 'cpu'), `date`, `noisy`, `file` (its name without ending) and `where`: machine, date
+    and, if so, noisy, in one line. A row without a measurement says in `not_run` why there is none.
     """
-    path = out or default_path()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    known = load(path)
-    made = {**stamp(), "load": round(load_before, 2)}
-    known[section] = {"stamp": made, "noisy": load_before > _QUIET_LOAD * made["cores"], "rows": rows}
-    part = path.with_suffix(".part")
-    try:
-        part.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
-    return path
+    files = {path.stem: load(path) for path in FOLDER.glob("*.json")}
+    known = {file: sections[section] for file, sections in files.items() if section in sections}
+    names = {file: _name(found["stamp"]) for file, found in known.items()}
+    made = {}
+    for file in sorted(known, key=lambda file: (known[file]["stamp"]["device"] != "cuda", file)):
+        stamp, noisy, machine = known[file]["stamp"], known[file]["noisy"], names[file]
+        if list(names.values()).count(machine) > 1:
+            machine += f" ({file})"
+        place = {"file": file, "machine": machine, "device": stamp["device"], "date": stamp["date"], "noisy": noisy,
+                 "where": f"{machine}, {stamp['date']}" + (", noisy" if noisy else "")}  # fmt: skip
+        made[file] = {**known[file], "rows": [{**row, **place} for row in known[file]["rows"]]}
+    return Rows(made)
 
 
-def default_path() -> Path:
-    """Where this machine's results belong."""
-    return FOLDER / f"{slug()}.json"
+def _name(stamp: dict) -> str:
+    """A GPU's name; of a processor also the cores and what it has for short numbers, since names are often vague."""
+    kinds = stamp["instructions"][:1]
+    return ", ".join([stamp["machine"], *([f"{stamp['cores']} cores", *kinds] if stamp["device"] == "cpu" else [])])
 
 
 def load(path: Path) -> dict[str, dict]:
@@ -87,9 +54,3 @@ def load(path: Path) -> dict[str, dict]:
     except ValueError as error:
         raise OSError(f"{path} is not a results file ({error}): move it away or name another with --out.") from error
     return known
-
-
-def recorded(section: str) -> dict[str, dict]:
-    """The section of every results file that has it: {file name without ending: {"stamp", "noisy", "rows"}}."""
-    files = {path.stem: load(path) for path in sorted(FOLDER.glob("*.json"))}
-    return {name: content[section] for name, content in files.items() if section in content}

@@ -3,12 +3,19 @@
 import copy
 import math
 
+import numpy as np
 import pytest
 import torch
 
 from speedlab.checks import batch_size as checks
 
 NAME = "exercise-5-batch-size-finder.ipynb"
+
+
+@pytest.mark.parametrize("task", ["remember", "find_batch_size", "learning_rate", "read_curves"])
+def test_the_solution_is_correct_and_the_stub_not_attempted(task, solution, stub, verdict):
+    assert verdict(task, solution[task]) == "correct"
+    assert verdict(task, stub[task]) == "not attempted yet"
 
 
 # --- Task 1 ---------------------------------------------------------------------------------------------------------
@@ -38,10 +45,107 @@ def same(value):
     return value
 
 
+def with_assign(training):
+    """What is loaded are new tensors, which the optimizer does not know."""
+    saved, put_all_back = copy.deepcopy(training.model.state_dict()), memory()(training)
+
+    def put_back():
+        put_all_back()
+        training.model.load_state_dict(copy.deepcopy(saved), assign=True)
+        training.model.zero_grad()
+
+    return put_back
+
+
+def switched_off(training):
+    put_all_back = memory()(training)
+    return lambda: (put_all_back(), training.model.eval())
+
+
+def switched_off_at_once(training):
+    training.model.eval()
+    return memory()(training)
+
+
+def two_copies(training):
+    copies = [memory()(training), memory()(training)]
+    return lambda: copies.pop()()
+
+
+def parameters_alone(training):
+    saved, put_all_back = (
+        [p.detach().clone() for p in training.model.parameters()],
+        memory(parts=("optimizer",))(training),
+    )
+    schedule = copy.deepcopy(training.scheduler.state_dict())
+
+    @torch.no_grad()
+    def put_back():
+        put_all_back()
+        training.scheduler.load_state_dict(copy.deepcopy(schedule))
+        for p, value in zip(training.model.parameters(), saved, strict=True):
+            p.copy_(value)
+
+    return put_back
+
+
+def in_place(training):
+    """Another right answer: values into the model's own tensors, gradients to zero by hand."""
+    tensors = [*training.model.parameters(), *training.model.buffers()]
+    values, put_all_back = [t.detach().clone() for t in tensors], memory(parts=("optimizer", "scheduler"))(training)
+
+    def put_back():
+        with torch.no_grad():
+            for tensor, value in zip(tensors, values, strict=True):
+                tensor.copy_(value)
+        put_all_back()
+
+    return put_back
+
+
+def through_text(training):
+    """Another right answer: all states as bytes, read again each time."""
+    import io
+
+    file, parts = io.BytesIO(), (training.model, training.optimizer, training.scheduler)
+    torch.save(([part.state_dict() for part in parts], torch.get_rng_state()), file)
+
+    def put_back():
+        file.seek(0)
+        states, drawn = torch.load(file)
+        for part, state in zip(parts, states, strict=True):
+            part.load_state_dict(state)
+        for p in training.model.parameters():
+            p.grad = None
+        torch.set_rng_state(drawn)
+
+    return put_back
+
+
+def with_zeros(training):
+    """Another right answer: gradients of zero are no gradients, either."""
+    put_all_back = memory(zero=False)(training)
+    return lambda: (put_all_back(), training.optimizer.zero_grad(set_to_none=False))
+
+
+@pytest.mark.parametrize("answer", [memory(), in_place, through_text, with_zeros])
+def test_remember_accepts_other_right_answers(verdict, answer):
+    assert verdict("remember", answer) == "correct"
+
+
+def test_remember_with_copies_for_two_calls_only(verdict):
+    said = verdict("remember", two_copies)
+    assert "IndexError" in said and "pop" in said
+
+
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
-        (memory(out=same), "model differs"),
+        (with_assign, "assign=True"),
+        (switched_off, "train and eval flags"),
+        (switched_off_at_once, "remember itself changes the train and eval flags"),
+        (parameters_alone, "running statistics"),
+        (memory(out=same), "weights differs"),
         (memory(out=dict), "the tensors themselves"),
         (memory(parts=("model", "scheduler")), "optimizer differs"),
         (memory(parts=("model", "optimizer")), "scheduler differs"),
@@ -49,7 +153,7 @@ def same(value):
         (memory(rng=False), "random state differs"),
         (memory(zero=False), "gradients differs"),
         (lambda training: None, "Return a function"),
-        (lambda training: checks.step(training) or same, "remember itself changes the model"),
+        (lambda training: checks.step(training) or same, "remember itself changes the weights"),
     ],
 )  # fmt: skip
 def test_remember_rejects(rejects, answer, words):
@@ -76,6 +180,8 @@ def finder(
     untried=False,
     over=False,
     last=False,
+    larger=False,
+    eighth=8,
 ):
     """A finder with mistakes to switch on."""
 
@@ -86,7 +192,7 @@ def finder(
 
         def search():
             nonlocal best, low, too_large
-            while too_large - low > max(1, low / 8):
+            while too_large - low > max(1, low / eighth):
                 if too_large < limit and not between:
                     return
                 size = max(1, 2 * low) if too_large == limit else (low + too_large) // 2
@@ -97,7 +203,7 @@ def finder(
                 if trial is None or trial.memory > margin:
                     too_large = size
                 elif best and trial.throughput < gain * best.throughput:
-                    low = size if last else low
+                    low = size if last or (larger and size == 2 * low) else low
                     return
                 else:
                     best, low = trial, size
@@ -144,6 +250,17 @@ def forever(device, largest):
     return size
 
 
+def swallows_all(device, largest):
+    """Smaller for ever, whatever goes wrong."""
+    size = largest
+    while True:
+        try:
+            device.train(size)
+            return size
+        except Exception:
+            size = max(1, size // 2)
+
+
 def by_tenths(device, largest):
     put_back, size, best = memory()(device.training), 1, None
     try:
@@ -176,26 +293,100 @@ def from_above(device, largest):
     [
         (finder(untried=True), ("a size that you never tried",)),
         (finder(between=False), ("Look between the largest size that ran",)),
-        (finder(margin=1.0), ("as too large",)),
-        (finder(gain=0.0), ("Stop when doubling gains less than 5%",)),
-        (finder(gain=1.0), ("Stop when doubling gains less than 5%",)),
-        (finder(gain=1.6), ("Keep the best trial",)),
+        (finder(eighth=4), ("an eighth of the best",)),
+        (finder(margin=1.0), ("96.8% of the memory", "as too large")),
+        (finder(margin=0.905), ("90.4% of the memory",)),
+        (finder(margin=0.86), ("128 ran with 88.3% of the memory",)),
+        (finder(gain=1.1), ("Go on while doubling gains 5%",)),
+        (finder(larger=True), ("less than 5%", "keep the smaller size")),
+        (finder(catch=(RuntimeError, MemoryError)), ("DataLoader worker", "Catch checks.OutOfMemory alone")),
+        (finder(gain=0.0), ("keep the smaller size",)),
+        (finder(gain=1.0), ("keep the smaller size",)),
+        (finder(gain=1.6), ("keep the best trial",)),
         (lambda device, largest: finder()(device, min(largest, 16)), ("Go on while doubling gains",)),
-        (finder(last=True), ("Keep the best trial, not the last one",)),
+        (finder(last=True), ("keep the smaller size",)),
         (finder(over=True), ("the largest is",)),
-        (finder(restore="never"), ("leave the training's model changed",)),
+        (finder(restore="never"), ("leave the training's weights changed",)),
         (finder(restore="at the end"), ("`finally`",)),
         (finder(catch=Exception), ("Catch checks.OutOfMemory alone",)),
         (one_by_one, ("Does your search end?",)),
         (forever, ("Does your search end?",)),
         (by_tenths, ("trials", "are allowed")),
         (from_above, ("Look between the largest size that ran",)),
+        (lambda device, largest: math.nan, ("nan",)),
         (lambda device, largest: None, ("but a batch of 1 runs",)),
         (lambda device, largest: 64, ("never tried",)),
     ],
 )  # fmt: skip
 def test_find_batch_size_rejects(rejects, answer, words):
     rejects("find_batch_size", answer, *words)
+
+
+def test_a_search_that_swallows_everything_ends_nevertheless(verdict, rejects, monkeypatch):
+    """On the device where nothing fits it would go on for ever."""
+    nothing = {name: case for name, case in checks.devices().items() if "not even one" in name}
+    monkeypatch.setattr(checks, "devices", lambda: nothing)
+    rejects("find_batch_size", swallows_all, "Does your search end?")
+
+
+def test_find_batch_size_names_a_helper_that_is_missing(verdict):
+    def remember(training):
+        raise NotImplementedError
+
+    def find_batch_size(device, largest):
+        put_back = remember(device.training)
+        put_back()
+
+    assert "needs `remember`, which is not written yet" in verdict("find_batch_size", find_batch_size)
+
+
+def test_find_batch_size_accepts_two_functions_and_a_dictionary(verdict):
+    """Doubling first, then the middle whatever it gains, and the fastest of all that ran within the margin."""
+
+    def runs(device, size, ran):
+        try:
+            trial = device.train(size)
+        except checks.OutOfMemory:
+            return False
+        if trial.memory > 0.9:
+            return False
+        ran[size] = trial.throughput
+        return True
+
+    def find_batch_size(device, largest):
+        put_back, ran, size, wall = memory()(device.training), {}, 1, None
+        try:
+            while size <= largest:
+                if not runs(device, size, ran):
+                    wall = size
+                    break
+                if size > 1 and ran[size] < 1.05 * ran[size // 2]:
+                    del ran[size]
+                    break
+                size *= 2
+            while wall and ran and wall - max(ran) > max(1, max(ran) // 8):
+                middle = (wall + max(ran)) // 2
+                if not runs(device, middle, ran):
+                    wall = middle
+        finally:
+            put_back()
+        return max(ran) if ran else None
+
+    assert verdict("find_batch_size", find_batch_size) == "correct"
+
+
+@pytest.mark.parametrize("kind", [np.int64, float])
+def test_find_batch_size_accepts_whole_numbers_of_any_type(verdict, kind):
+    def find_batch_size(device, largest):
+        found = finder()(device, largest)
+        return found if found is None else kind(found)
+
+    assert verdict("find_batch_size", find_batch_size) == "correct"
+
+
+def test_no_device_tells_its_speed_without_a_trial():
+    device = checks.devices()["that nothing fills"].make()
+    assert not hasattr(device, "speed") and device.train(np.int64(4)).batch_size == 4
 
 
 def test_find_batch_size_wants_none_where_nothing_fits(rejects):
@@ -244,7 +435,7 @@ def test_find_batch_size_accepts_other_starts_and_gaps(verdict):
 def test_a_device_is_what_its_name_says(name):
     case = checks.devices()[name]
     device = case.make()
-    speeds = {size: device.speed(size) for size in range(1, case.largest + 1)}
+    speeds = {size: checks._speed(device, size) for size in range(1, case.largest + 1)}
     fitting = [size for size, speed in speeds.items() if speed > 0]
     if "not even one" in name:
         assert not fitting
@@ -267,7 +458,7 @@ def test_a_step_that_breaks_off_leaves_gradients_and_moved_weights():
     before = checks.state(device.training)
     with pytest.raises(checks.OutOfMemory):
         device.train(1)
-    assert checks.changed(before, device.training) == "model"
+    assert checks.changed(before, device.training) == "weights"
     assert all(p.grad is not None for p in device.training.model.parameters())
     assert device.tried == [1] and device.ran == {}
 
@@ -294,6 +485,48 @@ def rate(*, devices_count=True, other_rule=False, from_zero=False, early=0, inve
     return learning_rate
 
 
+def shaped(shape):
+    """A warm-up of another shape, which agrees at the start, the middle and the end."""
+
+    def learning_rate(update, base_rate, base_batch, per_device, devices, rule, warmup):
+        k = per_device * devices / base_batch
+        risen = shape(min(1, update / warmup)) if warmup else 1
+        return base_rate + risen * (base_rate * (k if rule == "linear" else math.sqrt(k)) - base_rate)
+
+    return learning_rate
+
+
+def unclamped(update, base_rate, base_batch, per_device, devices, rule, warmup):
+    k = per_device * devices / base_batch
+    full = base_rate * (k if rule == "linear" else math.sqrt(k))
+    return base_rate + (full - base_rate) * (update / warmup if warmup else 1)
+
+
+def base_first(update, *setup):
+    return setup[0] if update == 0 else shaped(float)(update, *setup)
+
+
+def with_tensors(update, base_rate, base_batch, per_device, devices, rule, warmup):
+    k = torch.tensor(per_device * devices / base_batch, dtype=torch.float64)
+    full = base_rate * k ** (1.0 if rule == "linear" else 0.5)
+    start = torch.tensor(base_rate, dtype=torch.float64)
+    return torch.lerp(start, full, min(1.0, update / warmup) if warmup else 1.0)
+
+
+@pytest.mark.parametrize("answer", [rate(), with_tensors, lambda *setup: np.float32(rate()(*setup))])
+def test_learning_rate_accepts_numbers_of_any_type(verdict, answer):
+    assert verdict("learning_rate", answer) == "correct"
+
+
+def test_a_raise_left_in_one_branch_is_told(verdict):
+    def learning_rate(*setup):
+        if setup[5] == "linear":
+            return rate()(*setup)
+        raise NotImplementedError
+
+    assert "still comes to its `raise NotImplementedError`" in verdict("learning_rate", learning_rate)
+
+
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
@@ -302,8 +535,15 @@ def rate(*, devices_count=True, other_rule=False, from_zero=False, early=0, inve
         (rate(from_zero=True), "in a straight line from the base rate"),
         (rate(early=1), "in a straight line from the base rate"),
         (rate(inverse=True), "global batch / base batch"),
-        (lambda *setup: None, "you return None"),
-        (lambda *setup: setup[1], "Take k"),
+        (unclamped, "min(1, update / warmup)"),
+        (base_first, "Without a warm-up"),
+        (shaped(lambda s: (1 - math.cos(math.pi * s)) / 2), "in a straight line"),
+        (shaped(lambda s: s * s * (3 - 2 * s)), "in a straight line"),
+        (shaped(lambda s: math.floor(2 * s) / 2), "in a straight line"),
+        (lambda *setup: math.nan, "nan"),
+        (lambda *setup: None, "came back as None"),
+        (lambda *setup: setup[1], "Without a warm-up"),
+        (lambda *setup: 2 * rate()(*setup), "Take k"),
     ],
 )
 def test_learning_rate_rejects(rejects, answer, words):
@@ -316,14 +556,23 @@ def test_learning_rate_rejects(rejects, answer, words):
 RIGHT = {"A": (1024, 1024, "overhead"), "B": (64, 32, "busy"), "C": (128, 64, "swapping")}
 
 
+def mutated():
+    for curve in checks.CURVES.values():
+        curve.update(dict.fromkeys(curve, 1))
+    return dict.fromkeys(RIGHT, (8, 8, "busy"))
+
+
 @pytest.mark.parametrize(
     ("readings", "words"),
     [
         ({**RIGHT, "B": (1024, 32, "busy")}, "90%"),
         ({**RIGHT, "B": (64, 1024, "busy")}, "first at the target. Time = updates"),
         ({**RIGHT, "C": (128, 48, "swapping")}, "one of the sizes"),
+        ({**RIGHT, "C": (128, [1024], "swapping")}, "must be a number"),
+        ({**RIGHT, "C": (128, [64, 32], "swapping")}, "must be a number"),
         ({**RIGHT, "A": (1024, 1024, "busy")}, "How long does one step take"),
-        ({**RIGHT, "A": (1024, 1024)}, "three things"),
+        ({**RIGHT, "A": (1024, 1024)}, "3 things"),
+        ({**RIGHT, "A": (math.nan, 1024, "overhead")}, "nan"),
         ({"A": RIGHT["A"]}, "the keys A, B and C"),
         (None, "Return a dict"),
     ],
@@ -332,5 +581,24 @@ def test_read_curves_rejects(rejects, readings, words):
     rejects("read_curves", lambda: readings, words)
 
 
-def test_read_curves_accepts_readings_by_eye(verdict):
-    assert verdict("read_curves", lambda: RIGHT) == "correct"
+def test_read_curves_judges_by_the_original_curves(rejects):
+    before = copy.deepcopy(checks.CURVES)
+    try:
+        rejects("read_curves", mutated, "90%")
+    finally:
+        checks.CURVES.update(before)
+
+
+@pytest.mark.parametrize("kind", [tuple, list, lambda three: (np.int64(three[0]), float(three[1]), three[2])])
+def test_read_curves_accepts_readings_by_eye(verdict, kind):
+    assert verdict("read_curves", lambda: {name: kind(three) for name, three in RIGHT.items()}) == "correct"
+
+
+def test_an_endless_answer_is_stopped(verdict, monkeypatch):
+    monkeypatch.setattr(checks.read_curves, "seconds", 1)
+
+    def read_curves():
+        while True:
+            pass
+
+    assert "had not ended after 1 s" in verdict("read_curves", read_curves)

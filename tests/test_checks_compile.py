@@ -314,6 +314,15 @@ def test_mended_rejects_the_model_as_it_is(rejects, capsys):
         (
             [
                 (
+                    "    hidden = model",
+                    "    x = x.detach() if torch.compiler.is_compiling() else x\n    hidden = model",
+                )
+            ],
+            ("Under torch.compile", "other gradients"),
+        ),
+        (
+            [
+                (
                     "hidden = model.enter(x)",
                     "hidden = model.enter(x) * (0.5 if torch.compiler.is_compiling() else 1.0)",
                 )

@@ -1,78 +1,199 @@
-"""The checks of exercise 7 accept the solution and other right answers, see a stub, and explain planted mistakes."""
+"""The checks of exercise 7 accept what is right in any style, see a stub, and name the fault of what is wrong."""
 
+import json
 import queue
 import random
+import re
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
+from notebook_answers import defined
+from notebooks import ROOT
 
 from speedlab.checks import data_pipeline as checks
 
 NAME = "exercise-7-data-pipeline.ipynb"
+TASKS = ("forecast", "diagnose", "remedies", "bucket_batches", "train_overlapped")
 
 
 @pytest.fixture(autouse=True)
 def little_patience(monkeypatch):
-    """Planted loops that never overlap should not hold up the tests for long."""
+    """Planted loops that never overlap, or never end, should not hold up the tests for long."""
     monkeypatch.setattr(checks, "_PATIENCE", 1.0)
-    monkeypatch.setattr(checks, "_LIMIT", 5.0)
+    monkeypatch.setattr(checks, "_LIMIT", 3.0)
+
+
+def prose_of(name: str) -> list[list[str]]:
+    cells = json.loads((ROOT / "solutions" / name).read_text(encoding="utf-8"))["cells"]
+    return [cell["source"] for cell in cells if cell["cell_type"] == "markdown"]
+
+
+def named(table: dict) -> list:
+    """The cases of a table of right answers, each under its name."""
+    return [pytest.param(answer, id=name) for name, answer in table.items()]
+
+
+def attacks(table: dict) -> list:
+    """The cases of a table {name: (answer, words...)}."""
+    return [pytest.param(answer, words, id=name) for name, (answer, *words) in table.items()]
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_the_solution_is_correct_and_the_stub_not_attempted(task, solution, stub, verdict):
+    assert verdict(task, solution[task]) == "correct"
+    assert verdict(task, stub[task]) == "not attempted yet"
 
 
 # --- Task 1 ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("seconds", "word"),
-    [
-        (lambda load, step, w: max(load / max(w, 1), step), "take turns"),
-        (lambda load, step, w: load / max(w, 1) + step, "do not add up"),
-        (lambda load, step, w: load + step if w == 0 else min(load / w, step), "not the faster one"),
-        (lambda load, step, w: load + step if w == 0 else max(load, step), "in the long run"),
-    ],
-)
-def test_forecast_rejects_a_wrong_time(seconds, word, rejects):
-    rejects("forecast", lambda *case: (seconds(*case), 1 - case[1] / seconds(*case)), word)
+def seconds(load, step, workers):
+    return load + step if workers == 0 else max(load / workers, step)
 
 
-@pytest.mark.parametrize(
-    ("share", "word"),
-    [
-        (lambda load, step, seconds: load / seconds, "Divide"),
-        (lambda load, step, seconds: (step - seconds) / seconds, "negative"),
-        (lambda load, step, seconds: step / seconds, "Divide"),
-    ],
-)
-def test_forecast_rejects_a_wrong_share(share, word, rejects):
-    def answer(load, step, workers):
-        seconds = load + step if workers == 0 else max(load / workers, step)
-        return seconds, share(load, step, seconds)
-
-    rejects("forecast", answer, word)
+def share(load, step, workers):
+    return 1 - step / seconds(load, step, workers)
 
 
-def test_forecast_rejects_one_number(rejects):
-    rejects("forecast", lambda load, step, workers: load + step, "two numbers")
+def with_seconds(wrong):
+    return lambda *case: (wrong(*case), share(*case))
+
+
+def with_share(wrong):
+    return lambda *case: (seconds(*case), wrong(*case))
+
+
+FORECASTS = {
+    "a list": lambda *case: [seconds(*case), share(*case)],
+    "numpy": lambda *case: np.array([seconds(*case), share(*case)]),
+    "numbers of numpy": lambda *case: (np.float64(seconds(*case)), np.float32(share(*case))),
+    "arrays without dimensions": lambda *case: (np.array(seconds(*case)), np.array(share(*case))),
+    "tensors": lambda *case: (torch.tensor(seconds(*case)), torch.tensor([share(*case)])),
+    "a tensor": lambda *case: torch.tensor([seconds(*case), share(*case)], dtype=torch.float64),
+    "fractions": lambda *case: (Fraction(seconds(*case)), Fraction(share(*case))),
+    "the wait over the whole": lambda load, step, w: (
+        (t := seconds(load, step, w)),
+        (load if w == 0 else max(0, load / w - step)) / t,
+    ),
+}
+WRONG_FORECASTS = {
+    "always overlapping": (with_seconds(lambda load, step, w: max(load / max(w, 1), step)), "take turns"),
+    "added": (with_seconds(lambda load, step, w: load / max(w, 1) + step), "do not add"),
+    "the faster": (
+        with_seconds(lambda load, step, w: load + step if w == 0 else min(load / w, step)),
+        "not the faster",
+    ),
+    "one worker": (with_seconds(lambda load, step, w: load + step if w == 0 else max(load, step)), "make more"),
+    "milliseconds": (with_seconds(lambda *case: 1000 * seconds(*case)), "return seconds"),
+    "workers as a power of two": (
+        with_seconds(lambda load, step, w: seconds(load, step, 2 ** (w.bit_length() - 1) if w else 0)),
+        "workers=3",
+    ),
+    "nan": (with_seconds(lambda *case: float("nan")), "nan"),
+    "the load over the step": (with_share(lambda load, step, w: load / seconds(load, step, w)), "Divide the waiting"),
+    "the working share": (with_share(lambda *case: 1 - share(*case)), "in which it works"),
+    "percent": (with_share(lambda *case: 100 * share(*case)), "not percent"),
+    "negative": (with_share(lambda *case: -share(*case) - 0.1), "never negative"),
+    "rounded": (with_share(lambda *case: round(share(*case), 3)), "Do not round"),
+    "a share that is nan": (with_share(lambda *case: float("nan")), "share of waiting", "nan"),
+    "one number": (lambda *case: seconds(*case), "list of 2"),
+    "three numbers": (lambda *case: (seconds(*case), share(*case), 0), "2 things"),
+    "nothing": (lambda *case: None, "None"),
+    "text": (lambda *case: ("1 s", "50%"), "number"),
+}
+
+
+@pytest.mark.parametrize("answer", named(FORECASTS))
+def test_forecast_accepts(answer, verdict):
+    assert verdict("forecast", answer) == "correct"
+
+
+@pytest.mark.parametrize(("answer", "words"), attacks(WRONG_FORECASTS))
+def test_forecast_rejects(answer, words, rejects):
+    rejects("forecast", answer, *words)
 
 
 # --- Task 2 ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", checks.KINDS)
-def test_diagnose_rejects_one_answer_for_all(kind, rejects):
-    rejects("diagnose", lambda epochs: kind, "In one of the recordings")
+def reader(few=0.1, start=0.5, late=0.5, longest=10, least=1, whole="span", epochs_read=None):
+    """The solution, with its thresholds as options."""
+
+    def diagnose(epochs):
+        epochs = epochs[:epochs_read]
+        waits = [got - asked for epoch in epochs for asked, got, _ in epoch]
+        steps = [step for epoch in epochs for step in epoch]
+        total = {
+            "span": epochs[-1][-1][2] - epochs[0][0][0],
+            "steps": sum(done - asked for asked, _, done in steps),
+            "training": sum(done - got for _, got, done in steps),
+        }[whole]
+        if sum(waits) < few * total:
+            return "model"
+        if sum(epoch[0][1] - epoch[0][0] for epoch in epochs) >= start * sum(waits):
+            return "start"
+        if sum(sorted(waits)[-max(least, len(waits) // longest) :]) >= late * sum(waits):
+            return "hiccups"
+        return "loader"
+
+    return diagnose
 
 
-def test_diagnose_rejects_what_is_no_kind(rejects):
-    rejects("diagnose", lambda epochs: None, "Return one of")
+def with_numpy(epochs):
+    steps = np.array([step for epoch in epochs for step in epoch])
+    waits = steps[:, 1] - steps[:, 0]
+    if waits.sum() < 0.1 * (steps[-1, 2] - steps[0, 0]):
+        return "model"
+    if np.sum([epoch[0][1] - epoch[0][0] for epoch in epochs]) >= waits.sum() / 2:
+        return "start"
+    return "hiccups" if np.sort(waits)[::-1][: max(1, waits.size // 10)].sum() >= waits.sum() / 2 else "loader"
 
 
-def test_diagnose_rejects_a_reader_of_the_first_epoch_only(solution, rejects):
-    def blind_to_starts(epochs):
-        said = solution["diagnose"](epochs)
-        return "hiccups" if said == "start" else said
+def clearing(epochs):
+    kind = reader()(epochs)
+    epochs.clear()
+    return kind
 
-    rejects("diagnose", blind_to_starts, "first steps of the epochs")
+
+def hiccups_first(epochs):
+    kind = reader(start=9)(epochs)
+    return reader()(epochs) if kind == "loader" else kind
+
+
+WRONG_READERS = {
+    **{f"always {kind}": (lambda epochs, kind=kind: kind, "of the whole time") for kind in checks.KINDS},
+    "model below 2%": (reader(few=0.02), "'model'"),
+    "model below 20%": (reader(few=0.2), "11"),
+    "start from 40%": (reader(start=0.4), "'start'"),
+    "start from 60%": (reader(start=0.6), "'start'"),
+    "hiccups from 40%": (reader(late=0.4), "'hiccups'"),
+    "hiccups from 60%": (reader(late=0.6), "'hiccups'"),
+    "the longest fifth": (reader(longest=5), "longest"),
+    "the longest thirtieth": (reader(longest=30), "longest"),
+    "not at least one": (reader(least=0), "seven steps"),
+    "without pauses": (reader(whole="steps"), "pauses"),
+    "training time only": (reader(whole="training"), "9"),
+    "the first epoch": (reader(epochs_read=1), "first epoch"),
+    "hiccups first": (hiccups_first, "'start'"),
+    "no kind": (lambda epochs: "gpu", "return one of"),
+    "nothing": (lambda epochs: None, "return one of"),
+    "a list": (lambda epochs: ["model"], "return one of"),
+}
+
+
+@pytest.mark.parametrize("answer", named({"options": reader(), "numpy": with_numpy, "one that clears": clearing}))
+def test_diagnose_accepts(answer, verdict):
+    assert verdict("diagnose", answer) == "correct"
+
+
+@pytest.mark.parametrize(("answer", "words"), attacks(WRONG_READERS))
+def test_diagnose_rejects(answer, words, rejects):
+    rejects("diagnose", answer, *words)
 
 
 def test_a_recording_of_an_unknown_kind_is_refused():
@@ -84,9 +205,11 @@ def test_a_recording_of_an_unknown_kind_is_refused():
     ("loop", "remedy", "word"),
     [
         ("A", "more workers", "evens out"),
-        ("B", "a larger prefetch_factor", "does not speed up"),
+        ("B", "a larger prefetch_factor", "adds no speed"),
+        ("B", "a faster model", "would only wait longer"),
         ("C", "more workers", "every epoch"),
-        ("C", "buy a GPU", "choose one of"),
+        ("C", "buy a GPU", "none of the options"),
+        ("C", None, "none of the options"),
     ],
 )
 def test_remedies_rejects(loop, remedy, word, solution, rejects):
@@ -96,99 +219,283 @@ def test_remedies_rejects(loop, remedy, word, solution, rejects):
 # --- Task 3 ---------------------------------------------------------------------------------------------------------
 
 
-def fill(order: list[int], lengths: list[int], max_tokens: int) -> list[list[int]]:
+def filled(order: list[int], lengths: list[int], budget: int, over: int = 0) -> list[list[int]]:
     batches: list[list[int]] = []
+    longest = budget + 1
     for i in order:
-        grown = [*batches[-1], i] if batches else []
-        if grown and len(grown) * max(lengths[j] for j in grown) <= max_tokens:
-            batches[-1].append(i)
-        else:
-            batches.append([i])
+        longest = max(longest, lengths[i])
+        if not batches or (len(batches[-1]) + 1) * longest > budget + over:
+            batches.append([])
+            longest = lengths[i]
+        batches[-1].append(i)
     return batches
 
 
-def shuffled(items: list, generator: torch.Generator) -> list:
+def drawn(items: list, generator: torch.Generator) -> list:
     return [items[i] for i in torch.randperm(len(items), generator=generator).tolist()]
 
 
-def in_chunks(lengths: list[int], generator: torch.Generator, chunks: int = 4) -> list[int]:
-    order = shuffled(list(range(len(lengths))), generator)
-    size = -(-len(order) // chunks) or 1
-    parts = [order[i : i + size] for i in range(0, len(order), size)]
-    return [i for part in parts for i in sorted(part, key=lambda i: lengths[i])]
+def packing(chunks=4, shuffle=drawn, over=0, size=None):
+    """The solution, with its parts as options."""
+
+    def answer(lengths, budget, generator):
+        order = drawn(list(range(len(lengths))), generator)
+        step = size or -(-len(order) // chunks) or 1
+        parts = [order[i : i + step] for i in range(0, len(order), step)]
+        in_chunks = [i for part in parts for i in sorted(part, key=lambda i: lengths[i])]
+        return shuffle(filled(in_chunks, lengths, budget, over), generator)
+
+    return answer
 
 
-def other_way(lengths, max_tokens, generator):
-    return shuffled(fill(in_chunks(lengths, generator), lengths, max_tokens), generator)
+right_packing = packing()
 
 
-def unsorted(lengths, max_tokens, generator):
-    return fill(shuffled(list(range(len(lengths))), generator), lengths, max_tokens)
+def with_tensors(lengths, budget, generator):
+    return tuple(torch.tensor(batch) for batch in right_packing(lengths, budget, generator))
 
 
-def all_sorted(lengths, max_tokens, generator):
-    order = sorted(range(len(lengths)), key=lambda i: lengths[i])
-    return shuffled(fill(order, lengths, max_tokens), generator)
+def as_a_generator(lengths, budget, generator):
+    yield from right_packing(lengths, budget, generator)
 
 
-def one_chunk(lengths, max_tokens, generator):
-    order = in_chunks(lengths, generator, chunks=1)
-    return shuffled(fill(order, lengths, max_tokens), generator)
+def from_longest(lengths, budget, generator):
+    batches = []
+    for part in torch.randperm(len(lengths), generator=generator).tensor_split(5):
+        batch = []
+        for i in sorted(part.tolist(), key=lambda i: -lengths[i]):
+            if batch and (len(batch) + 1) * lengths[batch[0]] > budget:
+                batches.append(batch)
+                batch = []
+            batch.append(np.int64(i))
+        batches += [batch] if batch else []
+    return drawn(batches, generator)
 
 
-def never_shuffled_batches(lengths, max_tokens, generator):
-    return fill(in_chunks(lengths, generator), lengths, max_tokens)
+def unsorted(lengths, budget, generator):
+    return filled(drawn(list(range(len(lengths))), generator), lengths, budget)
 
 
-def one_at_a_time(lengths, max_tokens, generator):
-    return [[i] for i in shuffled(list(range(len(lengths))), generator)]
+def all_sorted(lengths, budget, generator):
+    return drawn(filled(sorted(range(len(lengths)), key=lengths.__getitem__), lengths, budget), generator)
 
 
-def without_padding_counted(lengths, max_tokens, generator):
+def sums_of_lengths(lengths, budget, generator):
     batches, room = [], 0
-    for i in in_chunks(lengths, generator):
+    for i in sorted(drawn(list(range(len(lengths))), generator), key=lambda i: lengths[i]):
         if lengths[i] > room:
             batches.append([])
-            room = max_tokens
+            room = budget
         batches[-1].append(i)
         room -= lengths[i]
-    return shuffled(batches, generator)
+    return drawn(batches, generator)
 
 
-def own_randomness(lengths, max_tokens, generator):
-    return other_way(lengths, max_tokens, torch.Generator().manual_seed(random.getrandbits(30)))
+def sorts_its_input(lengths, budget, generator):
+    lengths.sort()
+    return right_packing(lengths, budget, generator)
 
 
-def test_bucket_batches_accepts_another_way(verdict):
-    assert verdict("bucket_batches", other_way) == "correct"
+def spoils_its_input(lengths, budget, generator):
+    lengths[:] = [1] * len(lengths)
+    return right_packing(lengths, budget, generator)
+
+
+def by_the_seed(lengths, budget, generator):
+    return right_packing(lengths, budget, torch.Generator().manual_seed(generator.initial_seed()))
+
+
+def own_randomness(lengths, budget, generator):
+    return right_packing(lengths, budget, torch.Generator().manual_seed(random.getrandbits(30)))
+
+
+def rounded_down_chunks(lengths, budget, generator):
+    return packing(size=len(lengths) // 4)(lengths, budget, generator) if len(lengths) // 4 else []
+
+
+def fixed_shuffle(batches, generator):
+    random.Random(0).shuffle(batches)
+    return batches
+
+
+def strided(batches, generator):
+    return [batch for start in range(7) for batch in batches[start::7]]
+
+
+PACKINGS = {
+    **{f"{chunks} chunks": packing(chunks) for chunks in (3, 4, 6, 8, 12, 16)},
+    "tensors in a tuple": with_tensors,
+    "a generator": as_a_generator,
+    "from the longest on, in numpy's integers": from_longest,
+    "one that sorts a copy of its own": lambda lengths, *rest: right_packing([*lengths], *rest),
+}
+WRONG_PACKINGS = {
+    "unsorted": (unsorted, "similar length"),
+    "all sorted": (all_sorted, "same batches"),
+    "one chunk": (packing(1), "smaller"),
+    "two chunks": (packing(2), "smaller"),
+    "forty chunks": (packing(40), "larger"),
+    "batches in their order": (packing(shuffle=lambda batches, g: batches), "shuffle the batches too"),
+    "strided": (packing(shuffle=strided), "shuffle the batches too"),
+    "always the same shuffle": (packing(shuffle=fixed_shuffle), "same order in two epochs"),
+    "one text per batch": (lambda lengths, b, g: [[i] for i in drawn(list(range(len(lengths))), g)], "fill each up"),
+    "never exactly full": (packing(over=-1), "fill each up"),
+    "one over the budget": (packing(over=1), "only 20 fit"),
+    "the sum of the lengths": (sums_of_lengths, "longest that decides"),
+    "own randomness": (own_randomness, "same seed"),
+    "the generator's seed": (by_the_seed, "next epoch", "same batches"),
+    "a sorted input": (sorts_its_input, "fit"),
+    "a spoiled input": (spoils_its_input, "fit"),
+    "no chunk for three texts": (rounded_down_chunks, "in no batch"),
+    "the last one missing": (lambda *case: right_packing(*case)[:-1], "in no batch"),
+    "one twice": (lambda *case: (b := right_packing(*case)) + b[:1], "more than once"),
+    "an unknown index": (lambda lengths, b, g: [*right_packing(lengths, b, g), [len(lengths)]], "no text"),
+    "an empty batch": (lambda *case: [*right_packing(*case), []], "empty"),
+    "lengths for indices": (
+        lambda lengths, b, g: [[lengths[i] for i in x] for x in right_packing(lengths, b, g)],
+        "no",
+    ),
+    "halves": (lambda *case: [[i + 0.5 for i in batch] for batch in right_packing(*case)], "whole number"),
+    "nothing": (lambda lengths, budget, g: None, "None"),
+    "a flat list": (lambda lengths, budget, g: list(range(len(lengths))), "a batch must be a list"),
+}
+
+
+@pytest.mark.parametrize("answer", named(PACKINGS))
+def test_bucket_batches_accepts(answer, verdict):
+    assert verdict("bucket_batches", answer) == "correct"
+
+
+@pytest.mark.parametrize(("answer", "words"), attacks(WRONG_PACKINGS))
+def test_bucket_batches_rejects(answer, words, rejects):
+    rejects("bucket_batches", answer, *words)
 
 
 @pytest.mark.parametrize(
-    ("answer", "word"),
-    [
-        (unsorted, "padding; 20% is allowed"),
-        (all_sorted, "same batches"),
-        (one_chunk, "meet again"),
-        (never_shuffled_batches, "shuffle the batches too"),
-        (one_at_a_time, "fill each up"),
-        (without_padding_counted, "it is the longest that decides"),
-        (own_randomness, "same seed"),
-        (lambda lengths, max_tokens, g: other_way(lengths, max_tokens, g)[:-1], "in no batch"),
-        (lambda lengths, max_tokens, g: (b := other_way(lengths, max_tokens, g)) + b[:1], "more than once"),
-        (lambda lengths, max_tokens, g: None if lengths else [], "list of batches"),
-        (lambda lengths, max_tokens, g: other_way(lengths, max_tokens, g) or [[]], "empty list"),
-    ],
+    ("kind", "count", "budget"), [("long tail", 12000, 4000), ("even", 6001, 4000), ("two lengths", 4000, 2000)]
 )
-def test_bucket_batches_rejects(answer, word, rejects):
-    rejects("bucket_batches", answer, word)
+def test_right_packings_are_never_refused_by_chance(kind, count, budget):
+    """The limits of chance and padding hold with room for many seeds, not only for that of the check."""
+    lengths = checks.lengths_of(kind, count)
+    for seed in range(6):
+        generator = torch.Generator().manual_seed(100 + seed)
+        plans = [checks._plan(packing(4 + 2 * seed), lengths, budget, generator) for _ in range(2)]
+        checks._examine_padding(plans[0], lengths, budget)
+        checks._examine_chance(plans, lengths)
+
+
+def test_pairs_that_meet_again_are_counted():
+    first, second = [[0, 1, 2], [3, 4]], [[0, 1], [2, 3, 4]]
+    assert checks.meet_again(first, second) == pytest.approx(2 / 4)
+    assert checks.meet_again(first, first) == 1.0 and checks.meet_again([[0]], [[0]]) == 0.0
 
 
 # --- Task 4 ---------------------------------------------------------------------------------------------------------
 
 
+def looping(
+    hands_over=True, joins=True, gives_room=True, only=BaseException, slots=None, before=True, none_is_error=False
+):
+    """The solution, with its parts as options."""
+
+    def answer(load, step, count, depth=2):
+        room, ready, stop = threading.Semaphore(slots or depth), queue.SimpleQueue(), threading.Event()
+
+        def produce():
+            for i in range(count):
+                room.acquire()
+                if stop.is_set():
+                    return
+                try:
+                    ready.put((load(i), None))
+                except Exception as error:
+                    ready.put((None, error if hands_over else StopIteration()))
+                    return
+
+        def end():
+            stop.set()
+            if gives_room:
+                room.release()
+            if joins:
+                thread.join()
+
+        thread = threading.Thread(target=produce, daemon=True)
+        thread.start()
+        try:
+            for _ in range(count):
+                batch, error = ready.get()
+                if isinstance(error, StopIteration):
+                    break
+                if error is not None or (none_is_error and batch is None):
+                    raise error or ValueError("no batch")
+                if before:
+                    room.release()
+                step(batch)
+                if not before:
+                    room.release()
+        except only:
+            end()
+            raise
+        if thread.is_alive():
+            end()
+
+    return answer
+
+
+def with_an_executor(load, step, count, depth=2):
+    with ThreadPoolExecutor(1) as pool:
+        waiting = [pool.submit(load, i) for i in range(min(depth + 1, count))]
+        try:
+            for i in range(count):
+                batch = waiting.pop(0).result()
+                if i and i + depth < count:
+                    waiting.append(pool.submit(load, i + depth))
+                step(batch)
+        finally:
+            for future in waiting:
+                future.cancel()
+
+
+def with_a_bounded_queue(load, step, count, depth=2):
+    # the queue holds depth - 1, and the thread one more in its hands
+    ready, stop, started = queue.Queue(), threading.Event(), threading.Semaphore(depth)
+
+    def produce():
+        for i in range(count):
+            while not started.acquire(timeout=0.05):
+                if stop.is_set():
+                    return
+            try:
+                ready.put((True, load(i)))
+            except BaseException as error:
+                ready.put((False, error))
+                return
+
+    thread = threading.Thread(target=produce)
+    thread.start()
+    try:
+        for _ in range(count):
+            fine, found = ready.get()
+            if not fine:
+                raise found
+            started.release()
+            step(found)
+    finally:
+        stop.set()
+        thread.join()
+
+
 def plain(load, step, count, depth=2):
     for i in range(count):
         step(load(i))
+
+
+def without_a_thread(load, step, count, depth=2):
+    batch = load(0) if count else None
+    for i in range(count):
+        following = load(i + 1) if i + 1 < count else None
+        step(batch)
+        batch = following
 
 
 def all_at_once(load, step, count, depth=2):
@@ -200,35 +507,14 @@ def all_at_once(load, step, count, depth=2):
     thread.join()
 
 
-def swallows_errors(load, step, count, depth=2, *, passes_on=False):
-    """The solution with its faults as options: errors of the thread lost, or the thread left behind."""
-    slots, ready = threading.Semaphore(depth), queue.SimpleQueue()
-
-    def produce():
-        try:
-            for i in range(count):
-                slots.acquire()
-                ready.put((load(i), None))
-        except ValueError as error:
-            ready.put((None, error if passes_on else StopIteration()))
-
-    threading.Thread(target=produce, daemon=True).start()
-    for _ in range(count):
-        batch, error = ready.get()
-        if isinstance(error, StopIteration):
-            return
-        if error:
-            raise error
-        slots.release()
-        step(batch)
-
-
-def leaves_a_thread(load, step, count, depth=2):
-    swallows_errors(load, step, count, depth, passes_on=True)
+def steps_in_the_thread(load, step, count, depth=2):
+    thread = threading.Thread(target=plain, args=(load, step, count))
+    thread.start()
+    thread.join()
 
 
 def hangs_on_an_error(load, step, count, depth=2):
-    slots, ready = threading.Semaphore(depth), queue.SimpleQueue()
+    slots, ready = threading.Semaphore(depth), queue.Queue()
 
     def produce():
         try:
@@ -245,23 +531,111 @@ def hangs_on_an_error(load, step, count, depth=2):
         step(batch)
 
 
+def raises_at_once(load, step, count, depth=2):
+    errors = []
+
+    def watched(i):
+        try:
+            return load(i)
+        except ValueError as error:
+            errors.append(error)
+            raise
+
+    def checked(batch):
+        step(batch)
+        if errors:
+            raise errors[0]
+
+    looping()(watched, checked, count, depth)
+
+
+def swallows_ctrl_c(load, step, count, depth=2):
+    try:
+        looping()(load, step, count, depth)
+    except KeyboardInterrupt:
+        return
+
+
 def backwards(load, step, count, depth=2):
     for i in reversed(range(count)):
         step(load(i))
 
 
-@pytest.mark.parametrize(
-    ("answer", "words"),
-    [
-        (plain, ("0 of 7", "another thread")),
-        (all_at_once, ("ran", "ahead", "slot")),
-        (swallows_errors, ("as if nothing had happened",)),
-        (leaves_a_thread, ("still runs",)),
-        (hangs_on_an_error, ("did not come back",)),
-        (backwards, ("order",)),
-        (lambda load, step, count, depth=2: [load(i) for i in range(count)], ("order",)),
-        (lambda load, step, count, depth=2: None, ("were loaded",)),
-    ],
-)
-def test_train_overlapped_rejects(answer, words, rejects):
+def endless(load, step, count, depth=2):
+    while True:
+        time.sleep(0.01)
+
+
+LOOPS = {
+    "options": looping(),
+    "an executor": with_an_executor,
+    "a thread that looks every 50 ms": with_a_bounded_queue,
+}
+WRONG_LOOPS = {
+    "plain": (plain, "0 of 7", "another thread"),
+    "a load before the step, without a thread": (without_a_thread, "0 of 7", "another thread"),
+    "all at once": (all_at_once, "ran", "ahead", "slot"),
+    "steps in the thread": (steps_in_the_thread, "in the thread that called you"),
+    "release after the step": (looping(before=False), "Give the slot back before the step"),
+    "one slot, whatever the depth": (looping(slots=1), "Make use of `depth`"),
+    "no join": (looping(joins=False), "still runs"),
+    "clean-up for Ctrl-C only": (looping(only=KeyboardInterrupt), "still runs"),
+    "None is an error": (looping(none_is_error=True), "no batch"),
+    "errors swallowed": (looping(hands_over=False), "as if nothing had happened"),
+    "the error before its turn": (raises_at_once, "train on them"),
+    "Ctrl-C swallowed": (swallows_ctrl_c, "Ctrl-C", "swallow"),
+    "backwards": (backwards, "the steps had"),
+    "no step": (lambda load, step, count, depth=2: [load(i) for i in range(count)], "the steps had"),
+    "nothing": (lambda load, step, count, depth=2: None, "were loaded"),
+}
+
+
+@pytest.mark.parametrize("answer", named(LOOPS))
+def test_train_overlapped_accepts(answer, verdict):
+    assert verdict("train_overlapped", answer) == "correct"
+
+
+@pytest.mark.parametrize(("answer", "words"), attacks(WRONG_LOOPS))
+def test_train_overlapped_rejects(answer, words, rejects, verdict):
+    if "no batch" in words:  # what the answer raised itself is told
+        assert all(word in verdict("train_overlapped", answer) for word in ("not yet right", *words))
+        return
     rejects("train_overlapped", answer, *words)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    named(
+        {"an endless loop": endless, "an error that is lost": hangs_on_an_error, "no room": looping(gives_room=False)}
+    ),
+)
+def test_a_loop_that_hangs_is_told(answer, verdict):
+    said = verdict("train_overlapped", answer)
+    assert said.startswith("not yet right.") and ("had not ended" in said or "still runs" in said), said
+
+
+def leaves(load, step, count, depth=2):
+    raise SystemExit(1)
+
+
+def test_a_loop_that_leaves_python_is_told(verdict):
+    assert "SystemExit" in verdict("train_overlapped", leaves)
+
+
+def test_a_leftover_raise_is_told_as_such(verdict, tmp_path):
+    leftover = (
+        "def f(load, step, count, depth=2):\n    if count:\n        step(load(0))\n    raise NotImplementedError\n"
+    )
+    assert "not attempted" not in verdict("train_overlapped", defined(leftover, "f")["f"])
+
+
+def test_the_sampler_of_in_practice_runs(solution):
+    [prose] = [cell for cell in map("".join, prose_of(NAME)) if "class Buckets" in cell]
+    [snippet] = re.findall(r"```python\n(.*?)```", prose, re.S)
+    lengths = checks.lengths_of("even", 500)
+    names = {"torch": torch, "bucket_batches": solution["bucket_batches"], "lengths": lengths}
+    names |= {"DataLoader": torch.utils.data.DataLoader, "dataset": range(500), "pad_to_longest": list}
+    exec(snippet, names)
+    first, second = list(names["loader"]), list(names["loader"])
+    assert sorted(i for batch in first for i in batch) == list(range(500)) and first != second
+    assert all(len(batch) * max(lengths[i] for i in batch) <= 4000 for batch in first)

@@ -1,12 +1,19 @@
-"""The checks of exercise 8 accept the solution and other right answers, see a stub, and explain planted mistakes."""
+"""The checks of exercise 8 accept what is right in any style, see a stub, and name the fault of what is wrong."""
 
+import warnings
+
+import numpy as np
 import pytest
 import torch
 from lightning.fabric import Fabric
+from notebook_answers import defined
 from torch import nn
 from torch.nn import functional as F
 
+from speedlab.checks import fabric as checks
+
 NAME = "exercise-8-fabric.ipynb"
+TASKS = ("train", "mixed_fabric", "accumulate", "clipped_step")
 
 
 def changed(source: str, *changes: tuple[str, str]) -> object:
@@ -14,16 +21,30 @@ def changed(source: str, *changes: tuple[str, str]) -> object:
     for old, new in changes:
         assert source.count(old) == 1, old
         source = source.replace(old, new)
-    names = {"torch": torch, "nn": nn, "F": F}
-    exec(source, names)
-    return names["answer"]
+    return defined(source, "<answer>", torch=torch, np=np, nn=nn, F=F)["answer"]
+
+
+def named(table: dict) -> list:
+    return [pytest.param(*case, id=name) for name, case in table.items()]
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_the_solution_is_correct_and_the_stub_not_attempted(task, solution, stub, verdict):
+    assert verdict(task, solution[task]) == "correct"
+    assert verdict(task, stub[task]) == "not attempted yet"
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_an_endless_loop_is_stopped(task, verdict, monkeypatch):
+    monkeypatch.setattr(getattr(checks, task), "seconds", 0.3)
+    assert "had not ended" in verdict(task, changed("def answer(*given):\n    while True:\n        pass\n"))
 
 
 # --- Task 1 ---------------------------------------------------------------------------------------------------------
 
 TRAIN = """
 def answer(fabric, model, optimizer, train_loader):
-    bare = model
+    bare, step, loader = model, optimizer, train_loader
     model, optimizer = fabric.setup(model, optimizer)
     train_loader = fabric.setup_dataloaders(train_loader)
     model.train()
@@ -36,47 +57,79 @@ def answer(fabric, model, optimizer, train_loader):
         losses.append(loss.item())
     return losses
 """
+RIGHT_TRAININGS = {
+    "another order": ([],),
+    "a tensor": ([("return losses", "return torch.tensor(losses)")],),
+    "an array": ([("return losses", "return np.array(losses)")],),
+    "tensors": ([("loss.item()", "loss.detach()")],),
+    "one by one": ([("model, optimizer = fabric.setup(model, optimizer)",
+                     "model = fabric.setup_module(model)\n    optimizer = fabric.setup_optimizers(optimizer)")],),
+    "train mode first": ([("    model.train()\n", ""), ("    bare, step", "    model.train()\n    bare, step")],),
+    "a comment is left over": ([("    losses = []", "    # raise NotImplementedError\n    losses = []")],),
+}  # fmt: skip
+WRONG_TRAININGS = {
+    "backward goes past": ([("fabric.backward(loss)", "loss.backward()")], "fabric.backward(loss)"),
+    "loader not set up": ([("fabric.setup_dataloaders(train_loader)", "train_loader")], "setup_dataloaders"),
+    "loader discarded": ([("train_loader = fabric.setup", "fabric.setup")], "as it came"),
+    "optimizer not set up": ([("model, optimizer = fabric.setup(model, optimizer)",
+                               "model = fabric.setup_module(model)")], "setup_optimizers"),
+    "optimizer discarded": ([("optimizer.step()", "step.step()")], "bare optimizer"),
+    "model discarded": ([("model(images)", "bare(images)")], "bare model"),
+    "bare inside autocast": ([("        loss = F.cross_entropy(model(images), labels)\n",
+                               "        with fabric.autocast():\n"
+                               "            loss = F.cross_entropy(bare(images), labels)\n")], "bare model"),
+    "not zeroed": ([("        optimizer.zero_grad()\n", "")], "not zeroed"),
+    "not stepped": ([("        optimizer.step()\n", "")], "stepped"),
+    "eval mode": ([("    model.train()\n", "    model.eval()\n")], "model.train()"),
+    "no train mode": ([("    model.train()\n", "")], "model.train()"),
+    "the last loss": ([("    return losses", "    return losses[-1:]")], "hold 4 things, not 1"),
+    "no list": ([("    return losses", "    return loss.item()")], "must be a list"),
+    "nothing": ([("    return losses", "    return None")], "None"),
+    "nan": ([("loss.item()", "float('nan')")], "nan"),
+    "zeros": ([("loss.item()", "0.0")], "in plain PyTorch"),
+    "nan in the last bias": ([("    return losses", "    bare[-1].bias.data[-1] = float('nan')\n    return losses")],
+                             "not the weights"),
+}  # fmt: skip
 
 
-def test_train_accepts_another_way(verdict):
-    assert verdict("train", changed(TRAIN)) == "correct"
+@pytest.mark.parametrize("changes", named(RIGHT_TRAININGS))
+def test_train_accepts(changes, verdict):
+    assert verdict("train", changed(TRAIN, *changes)) == "correct"
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "word"),
-    [
-        ("fabric.backward(loss)", "loss.backward()", "fabric.backward(loss)"),
-        ("fabric.setup_dataloaders(train_loader)", "train_loader", "same images"),
-        (
-            "model, optimizer = fabric.setup(model, optimizer)",
-            "model = fabric.setup_module(model)",
-            "setup_optimizers",
-        ),
-        ("model(images)", "bare(images)", "bare one"),
-        ("        optimizer.zero_grad()\n", "", "zeroed"),
-        ("        optimizer.step()\n", "", "stepped"),
-        ("    model.train()\n", "    model.eval()\n", "train mode"),
-        ("    return losses", "    return losses[-1:]", "each step"),
-        ("    return losses", "    return loss", "list"),
-    ],
-)
-def test_train_rejects(old, new, word, rejects):
-    rejects("train", changed(TRAIN, (old, new)), word)
+@pytest.mark.parametrize(("changes", "word"), named(WRONG_TRAININGS))
+def test_train_rejects(changes, word, rejects):
+    rejects("train", changed(TRAIN, *changes), word)
 
 
 # --- Task 2 ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("answer", "word"),
-    [
-        (lambda: Fabric(accelerator="cpu", devices=1), "bf16 products and fp32 weights"),
-        (lambda: Fabric(accelerator="cpu", devices=1, precision="bf16-true"), "small updates"),
-        (lambda: Fabric(accelerator="cpu", devices=1, precision="16-mixed"), "turns that into"),
-        (lambda: Fabric(accelerator="cpu", devices=1, precision="64-true"), "fp64"),
-        (lambda: "bf16-mixed", "Fabric object"),
-    ],
-)
+def silenced():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return Fabric(accelerator="cpu", devices=1, precision="16-mixed")
+
+
+WRONG_FABRICS = {
+    "fp32": (lambda: Fabric(accelerator="cpu", devices=1), "bf16 products and fp32 weights"),
+    "bf16-true": (lambda: Fabric(accelerator="cpu", devices=1, precision="bf16-true"), "small updates"),
+    "16-mixed": (lambda: Fabric(accelerator="cpu", devices=1, precision="16-mixed"), "turns that into"),
+    "16-mixed by number": (lambda: Fabric(accelerator="cpu", devices=1, precision=16), "turns that into"),
+    "16-mixed in silence": (silenced, "turns that into"),
+    "fp64": (lambda: Fabric(accelerator="cpu", devices=1, precision="64-true"), "fp64"),
+    "two devices": (lambda: Fabric(accelerator="cpu", devices=2, precision="bf16-mixed"), "devices=1"),
+    "a word": (lambda: "bf16-mixed", "Fabric object"),
+    "nothing": (lambda: None, "return"),
+}
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16"])
+def test_mixed_fabric_accepts(precision, verdict):
+    assert verdict("mixed_fabric", lambda: Fabric(accelerator="cpu", devices=1, precision=precision)) == "correct"
+
+
+@pytest.mark.parametrize(("answer", "word"), named(WRONG_FABRICS))
 def test_mixed_fabric_rejects(answer, word, rejects):
     rejects("mixed_fabric", answer, word)
 
@@ -98,39 +151,86 @@ def answer(fabric, model, optimizer, batches, accumulate_steps):
             optimizer.step()
             optimizer.zero_grad()
 """
-
-
-def test_accumulate_accepts_another_way(verdict):
-    assert verdict("accumulate", changed(ACCUMULATE)) == "correct"
-
-
-@pytest.mark.parametrize(
-    ("changes", "word"),
-    [
-        ([("loss * share", "loss")], "sum over the micro-batches"),
-        ([("loss * share", "loss / len(group)")], "mean of means"),
-        ([("loss * share", "loss / accumulate_steps")], "a short group too"),
-        (
-            [("    last = i - first == len(group) - 1", "    last = (i + 1) % accumulate_steps == 0")],
-            "do not fill a group",
-        ),
-        ([("enabled=not last", "enabled=False")], "synchronised in 4 backward passes for 2 steps"),
-        ([("enabled=not last", "enabled=True")], "synchronised in 0 backward passes"),
-        ([("        if last:", "        if True:"), ("loss * share", "loss")], "after every micro-batch"),
-        ([("            optimizer.step()\n", "")], "have not moved"),
-        ([("fabric.backward(loss * share)", "(loss * share).backward()")], "fabric.backward"),
-    ],
+BY_POPPING = """
+def answer(fabric, model, optimizer, batches, accumulate_steps):
+    while batches:
+        group = [batches.pop(0) for _ in range(min(accumulate_steps, len(batches)))]
+        images = sum(len(x) for x, _ in group)
+        optimizer.zero_grad()
+        while group:
+            x, y = group.pop(0)
+            with fabric.no_backward_sync(model, enabled=bool(group)):
+                fabric.backward(F.cross_entropy(model(x), y, reduction="sum") / images)
+        optimizer.step()
+"""
+TOGETHER = """
+def answer(fabric, model, optimizer, batches, accumulate_steps):
+    for start in range(0, len(batches), accumulate_steps):
+        x, y = (torch.cat(parts) for parts in zip(*batches[start : start + accumulate_steps]))
+        optimizer.zero_grad()
+        fabric.backward(F.cross_entropy(model(x), y))
+        optimizer.step()
+"""
+ONE_BACKWARD = """
+def answer(fabric, model, optimizer, batches, accumulate_steps):
+    for start in range(0, len(batches), accumulate_steps):
+        group = batches[start : start + accumulate_steps]
+        images = sum(len(y) for _, y in group)
+        optimizer.zero_grad()
+        fabric.backward(sum(F.cross_entropy(model(x), y) * len(y) / images for x, y in group))
+        optimizer.step()
+"""
+OUTSIDE = ACCUMULATE.replace("            loss = F.cross_entropy(model(images), labels)\n", "").replace(
+    "        with fabric", "        loss = F.cross_entropy(model(images), labels)\n        with fabric"
 )
+RIGHT_ACCUMULATIONS = {
+    "another way": (ACCUMULATE,),
+    "by popping": (BY_POPPING,),
+    "context only where held back": (ACCUMULATE.replace(
+        "fabric.no_backward_sync(model, enabled=not last)",
+        "(__import__('contextlib').nullcontext() if last else fabric.no_backward_sync(model))"),),
+}  # fmt: skip
+WRONG_ACCUMULATIONS = {
+    "sum": ([("loss * share", "loss")], "sum over the micro-batches"),
+    "mean of means": ([("loss * share", "loss / len(group)")], "mean of means"),
+    "thin tail": ([("loss * share", "loss / accumulate_steps")], "a short group is divided by accumulate_steps"),
+    "no tail": ([("last = i - first == len(group) - 1", "last = (i + 1) % accumulate_steps == 0")],
+                "do not fill a group"),
+    "always synchronised": ([("enabled=not last", "enabled=False")], "in 8 backward passes for 4 steps"),
+    "never synchronised": ([("enabled=not last", "enabled=True")], "in 0 backward passes"),
+    "the first of each group": ([("enabled=not last", "enabled=i % accumulate_steps != 0")], "the first backward"),
+    "every micro-batch": ([("        if last:", "        if True:"), ("loss * share", "loss")],
+                          "after every micro-batch"),
+    "the docstring's": ([("        if last:", "        if i % accumulate_steps == 0:")], ""),
+    "not stepped": ([("            optimizer.step()\n", "")], "have not moved"),
+    "not zeroed": ([("            optimizer.zero_grad()\n", ""), ("    optimizer.zero_grad()\n    for", "    for")],
+                   "not zeroed"),
+    "past Fabric": ([("fabric.backward(loss * share)", "(loss * share).backward()")], "fabric.backward"),
+    "cleared": ([("    optimizer.zero_grad()\n    for", "    batches.clear()\n    for")], "have not moved"),
+    "only a group": ([("    optimizer.zero_grad()\n    for", "    del batches[accumulate_steps:]\n    for")],
+                     "weights are not those"),
+    "nan in the last bias": ([("            optimizer.step()\n", "            optimizer.step()\n"
+                               "            list(model.parameters())[-1].data[-1] = float('nan')\n")], "nan"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("source", named(RIGHT_ACCUMULATIONS))
+def test_accumulate_accepts(source, verdict):
+    assert verdict("accumulate", changed(source)) == "correct"
+
+
+@pytest.mark.parametrize(("changes", "word"), named(WRONG_ACCUMULATIONS))
 def test_accumulate_rejects(changes, word, rejects):
     rejects("accumulate", changed(ACCUMULATE, *changes), word)
 
 
-def test_accumulate_rejects_a_forward_outside_of_the_context(rejects):
-    outside = ACCUMULATE.replace(
-        "        with fabric", "        loss = F.cross_entropy(model(images), labels)\n        with fabric", 1
-    )
-    outside = outside.replace("            loss = F.cross_entropy(model(images), labels)\n", "", 1)
-    rejects("accumulate", changed(outside), "DDP decides in forward")
+@pytest.mark.parametrize(
+    ("source", "word"),
+    [(TOGETHER, "of its own"), (ONE_BACKWARD, "of its own"), (OUTSIDE, "DDP decides in forward")],
+    ids=["concatenated", "one backward", "forward outside"],
+)
+def test_accumulate_rejects_other_ways(source, word, rejects):
+    rejects("accumulate", changed(source), word)
 
 
 # --- Task 4 ---------------------------------------------------------------------------------------------------------
@@ -145,30 +245,57 @@ def answer(fabric, model, optimizer, micro_batches, max_norm):
     optimizer.step()
     return norm
 """
+RIGHT_CLIPS = {
+    "a tensor": (CLIPPED,),
+    "a number": (CLIPPED.replace("return norm", "return norm.item()"),),
+    "zeroed afterwards": (CLIPPED.replace("    optimizer.zero_grad()\n", "").replace(
+        "    return norm", "    optimizer.zero_grad()\n    return norm"),),
+    "by popping": (CLIPPED.replace(
+        "    for images, labels in micro_batches:",
+        "    n = len(micro_batches)\n    while micro_batches:\n        images, labels = micro_batches.pop()",
+        ).replace("/ len(micro_batches)", "/ n"),),
+}  # fmt: skip
+WRONG_CLIPS = {
+    "PyTorch's own": ([("fabric.clip_gradients(model, optimizer, max_norm=max_norm)",
+                        "nn.utils.clip_grad_norm_(model.parameters(), max_norm)")], "unscales first"),
+    "by value": ([("max_norm=max_norm", "clip_val=max_norm")], "not `clip_val`"),
+    "by position": ([("optimizer, max_norm=max_norm", "optimizer, max_norm")], "not `clip_val`"),
+    "each micro-batch": ([("    norm = ", "        norm = ")], "clip them once"),
+    "sum": ([(" / len(micro_batches)", "")], "not of the mean"),
+    "after the step": ([("    optimizer.step()\n", ""), ("    norm = ", "    optimizer.step()\n    norm = ")],
+                       "before `step`"),
+    "not zeroed": ([("    optimizer.zero_grad()\n", "")], "zero them"),
+    "not stepped": ([("    optimizer.step()\n", "")], "have not moved"),
+    "nothing returned": ([("    return norm", "    return None")], "return"),
+    "the limit": ([("    return norm", "    return max_norm")], "before clipping is"),
+    "nan": ([("    return norm", "    return float('nan')")], "is nan"),
+    "never sent": ([("        fabric.backward(loss)\n", "        with fabric.no_backward_sync(model):\n"
+                     "            fabric.backward(loss)\n")], "DDP decides in forward"),
+    "past Fabric": ([("fabric.backward(loss)", "loss.backward()")], "fabric.backward"),
+    "nan in the last bias": ([("    return norm", "    if len(micro_batches) == 1 or max_norm == 0.2:\n"
+                               "        list(model.parameters())[-1].data[-1] = 1e9\n    return norm")], "weights"),
+}  # fmt: skip
+NEVER_SENT = """
+def answer(fabric, model, optimizer, micro_batches, max_norm):
+    optimizer.zero_grad()
+    for images, labels in micro_batches:
+        with fabric.no_backward_sync(model):
+            fabric.backward(F.cross_entropy(model(images), labels) / len(micro_batches))
+    norm = fabric.clip_gradients(model, optimizer, max_norm=max_norm)
+    optimizer.step()
+    return norm
+"""
 
 
-def test_clipped_step_accepts_another_way(verdict):
-    assert verdict("clipped_step", changed(CLIPPED)) == "correct"
+@pytest.mark.parametrize("source", named(RIGHT_CLIPS))
+def test_clipped_step_accepts(source, verdict):
+    assert verdict("clipped_step", changed(source)) == "correct"
 
 
-@pytest.mark.parametrize(
-    ("changes", "word"),
-    [
-        (
-            [("fabric.clip_gradients(model, optimizer, max_norm=max_norm)",
-              "nn.utils.clip_grad_norm_(model.parameters(), max_norm)")],
-            "unscales first",
-        ),
-        ([("max_norm=max_norm", "clip_val=max_norm"), ("return norm", "return 1.0")], "not `clip_val`"),
-        ([("    norm = ", "        norm = ")], "clipped once"),
-        ([(" / len(micro_batches)", "")], "mean over all micro-batches"),
-        (
-            [("    optimizer.step()\n", ""), ("    norm = ", "    optimizer.step()\n    norm = ")],
-            "before `step`",
-        ),
-        ([("    return norm", "    return None")], "return the norm"),
-        ([("    return norm", "    return max_norm")], "before clipping is"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("changes", "word"), named(WRONG_CLIPS))
 def test_clipped_step_rejects(changes, word, rejects):
     rejects("clipped_step", changed(CLIPPED, *changes), word)
+
+
+def test_clipped_step_rejects_gradients_that_are_never_sent(rejects):
+    rejects("clipped_step", changed(NEVER_SENT), "never sent")

@@ -1,5 +1,6 @@
 """The checks of exercise 6 accept the solution and other right answers, see a stub, and explain planted mistakes."""
 
+import copy
 import itertools
 import math
 
@@ -180,7 +181,52 @@ def scaled_at_the_end(model, group, total):
         parameter.grad /= total
 
 
-RIGHT_LOOPS = [skipping_before, skipping_after, popping, in_fp64, with_a_mask, scaled_at_the_end]
+def assigned(model, group, total):
+    parameters = list(model.parameters())
+    parts = [torch.autograd.grad(summed(model, *batch) / total, parameters) for batch in group]
+    for parameter, gradients in zip(parameters, zip(*parts, strict=True), strict=True):
+        parameter.grad = sum(gradients)
+
+
+def text_by_text(model, group, total):
+    for tokens, targets in group:
+        for row, wanted in zip(tokens, targets, strict=True):
+            (summed(model, row[None], wanted[None]) / total).backward()
+
+
+def with_a_closure(model, optimizer, micro_batches, accumulate_steps):
+    steps = 0
+    for begin in range(0, len(micro_batches), accumulate_steps):
+        group = micro_batches[begin : begin + accumulate_steps]
+        if total := sum(int((targets != -100).sum()) for _, targets in group):
+
+            def closure(group=group, total=total):
+                optimizer.zero_grad()
+                skipping_after(model, group, total)
+
+            optimizer.step(closure)
+            steps += 1
+    return np.int64(steps)
+
+
+def on_a_copy(model, optimizer, micro_batches, accumulate_steps):
+    return loop()(copy.deepcopy(model), optimizer, micro_batches, accumulate_steps)
+
+
+def test_train_epoch_accepts_a_closure(verdict):
+    assert verdict("train_epoch", with_a_closure) == "correct"
+
+
+RIGHT_LOOPS = [
+    assigned,
+    text_by_text,
+    skipping_before,
+    skipping_after,
+    popping,
+    in_fp64,
+    with_a_mask,
+    scaled_at_the_end,
+]
 
 
 @pytest.mark.parametrize("step", RIGHT_LOOPS)
@@ -247,6 +293,7 @@ def means_of_nothing(model, optimizer, micro_batches, accumulate_steps):
         (in_groups(in_place), "wrong gradient"),
         (in_groups(padded_together), "alive at the same time"),
         (in_groups(the_first_only), "Only the first"),
+        (on_a_copy, "the model that you are given"),
         (means_of_nothing, "makes no step"),
         (by_hand_without_skipping, "leave out a group"),
         (masked_without_skipping, "makes no step"),
@@ -416,6 +463,13 @@ def without_gradients(blocks, x, chosen):
         return under(use_reentrant=False)(blocks, x, chosen)
 
 
+def cut_where_chosen(blocks, x, chosen):
+    for i, block in enumerate(blocks):
+        with torch.set_grad_enabled(i not in chosen):
+            x = block(x)
+    return x
+
+
 def detached(blocks, x, chosen):
     for block in blocks:
         x = block(x.detach())
@@ -446,6 +500,12 @@ def test_run_blocks_accepts_a_graph_of_its_own(verdict):
         (flagged, "changes its inputs"),
         (bound_late, "a lambda looks a name up"),
         (without_gradients, "no_grad or a detach"),
+        (cut_where_chosen, "no_grad"),
+        (
+            lambda blocks, x, chosen: under(use_reentrant=False)(blocks, x, {i - 1 for i in chosen}),
+            "not checkpointed",
+        ),
+        (lambda blocks, x, chosen: under(use_reentrant=False)(blocks[::-1], x, chosen), "the one before"),
         (detached, "no_grad or a detach"),
     ],
 )

@@ -1,7 +1,6 @@
 """Unit 9.4 on bad days: no compiler, a cache that cannot be written, a full disk, a child that hangs; counts."""
 
 import errno
-import json
 import os
 import subprocess
 import sys
@@ -13,7 +12,8 @@ from notebooks import ROOT
 from torch import nn
 
 from benchmarks import compile as bench
-from speedlab import compat, results
+from benchmarks.day import Session
+from speedlab import compat
 
 UNIT = ROOT / "code-units" / "9.4-compile"
 NO_COMPILER = {"CXX": os.sep + "nowhere", "CUDA_VISIBLE_DEVICES": "", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
@@ -176,7 +176,7 @@ def test_a_start_that_hangs_or_fails_is_said(unit, monkeypatch, tmp_path):
         cold_start.run(tmp_path, seconds=0.1)
 
 
-def test_the_benchmark_writes_its_section_with_a_stamp(monkeypatch, tmp_path, capsys):
+def test_the_benchmark_gives_the_bill_of_a_cold_and_of_a_warm_start(monkeypatch):
     starts = [
         {"first_s": 9.0, "eager_s": 0.03, "compiled_s": 0.02},
         {"first_s": 1.0, "eager_s": 0.03, "compiled_s": 0.02},
@@ -184,18 +184,13 @@ def test_the_benchmark_writes_its_section_with_a_stamp(monkeypatch, tmp_path, ca
     lesson = {"run": lambda *_, **__: starts.pop(0), "elements": lambda: 2048}
     monkeypatch.setattr(bench.runpy, "run_path", lambda path: lesson)
     monkeypatch.setattr(compat, "compiler", lambda kind=None: "g++")
-    monkeypatch.setattr(sys, "argv", ["compile", "--out", str(tmp_path / "results.json")])
-    assert bench.main() == 0
-    section = json.loads((tmp_path / "results.json").read_text())["compile"]
-    assert {"stamp", "noisy", "rows"} == section.keys()
-    assert section["rows"][0]["break_even_steps"] == pytest.approx(900)
-    assert section["rows"][0]["break_even_steps_warm"] == pytest.approx(100)
-    assert results.load(tmp_path / "results.json")["compile"]["stamp"]["versions"]["torch"]
-    capsys.readouterr()
+    [row] = bench.gelu(Session(torch.device("cpu"), "tiny", 1.0), [])
+    assert row["break_even_steps"] == pytest.approx(900) and row["break_even_steps_warm"] == pytest.approx(100)
+    assert row["found"] == "start cold 9 s, warm 1 s; step 30 ms eager, 20 ms compiled"
 
 
-def test_the_benchmark_says_that_there_is_no_compiler(monkeypatch, tmp_path, capsys):
+def test_the_benchmark_says_that_there_is_no_compiler(monkeypatch):
     monkeypatch.setattr(compat, "compiler", lambda kind=None: None)
-    monkeypatch.setattr(sys, "argv", ["compile", "--out", str(tmp_path / "results.json")])
-    assert bench.main() == 2
-    assert "nothing to measure" in capsys.readouterr().err and not (tmp_path / "results.json").exists()
+    session = Session(torch.device("cpu"), "tiny", 1.0)
+    for [row] in (bench.gelu(session, []), bench.mode("default", session, [])):
+        assert "torch.compile finds none that works" in row["not_run"]

@@ -1,16 +1,26 @@
-"""Unit 9.7 on bad days: broken files, empty shards, dead processes, a full disk, no Ray, Ctrl-C; nothing is left."""
+"""Unit 9.7 on bad days: broken files, empty shards, dead processes, a full disk, no Ray, Ctrl-C; nothing is left.
 
+And the snippets of its notebooks: they run as they stand there.
+"""
+
+import ast
 import errno
 import gc
+import importlib
+import importlib.util
+import inspect
 import itertools
+import json
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
 import types
+import warnings
 from pathlib import Path
 
 import jpegs
@@ -22,8 +32,10 @@ import torch
 from notebooks import ROOT
 from torch.utils.data import DataLoader
 
+from speedlab.data import models
+
 UNIT = ROOT / "code-units" / "9.7-data-pipeline"
-multiprocessing.set_forkserver_preload(["torch", "torchvision.io"])
+multiprocessing.set_forkserver_preload(["torch"])
 
 
 @pytest.fixture(scope="module")
@@ -104,6 +116,26 @@ def test_deleted_files_are_noticed(tmp_path):
     jpegs.write(3, tmp_path)[1].unlink()
     with pytest.raises(OSError, match="holds 2 of its 3 files: delete it"):
         jpegs.write(3, tmp_path)
+
+
+def test_decoding_warns_of_nothing(files):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert jpegs.decode(files[0]).shape == (3, jpegs.SIZE, jpegs.SIZE)
+
+
+def test_torchcodec_decodes_where_it_is_installed_and_its_errors_name_the_file(files, monkeypatch):
+    def decoder(content: bytes, *, mode: str) -> torch.Tensor:
+        if len(content) < 100:
+            raise RuntimeError("read_header_and_start, DecodeJpeg.cpp:208, Image is incomplete or truncated.")
+        assert mode == "RGB" and content == files[0].read_bytes()
+        return torch.ones(3, 2, 2, dtype=torch.uint8)
+
+    monkeypatch.setattr(jpegs, "decode_jpeg", decoder)
+    assert jpegs.decode(files[0]).sum() == 12
+    monkeypatch.setattr(Path, "read_bytes", lambda self: b"")
+    with pytest.raises(ValueError, match=r"00000-0\.jpg cannot be decoded \(Image is incomplete or truncated\)"):
+        jpegs.decode(files[0])
 
 
 # --- a DataLoader's workers -----------------------------------------------------------------------------------------
@@ -289,6 +321,7 @@ def test_ray_starts_without_dashboard_statistics_bars_and_logs(ray):
     assert offload.start_ray() == ""
     assert ray.asked[0]["include_dashboard"] is False and ray.asked[0]["log_to_driver"] is False
     assert os.environ["RAY_USAGE_STATS_ENABLED"] == "0"
+    assert os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] == "0", "it would look for an address in the network"
     assert ray.data.DataContext.get_current().enable_progress_bars is False
 
 
@@ -328,3 +361,65 @@ def test_ctrl_c_while_ray_starts_is_not_taken_for_the_time_limit(ray):
     with pytest.raises(KeyboardInterrupt):
         offload.start_ray()
     assert ray.shut_down == 1
+
+
+# --- the snippets of the notebooks ----------------------------------------------------------------------------------
+
+
+def cells(number: int, kind: str) -> list[str]:
+    [path] = UNIT.glob(f"{number}-*.ipynb")
+    found = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    return ["".join(cell["source"]) for cell in found if cell["cell_type"] == kind]
+
+
+def snippet(number: int, start: str) -> str:
+    """The Python block of a notebook that begins with these words."""
+    prose = "\n\n".join(cells(number, "markdown"))
+    [found] = [block for block in re.findall(r"```python\n(.*?)```", prose, re.S) if block.startswith(start)]
+    return found
+
+
+def test_in_practice_of_the_first_notebook(files, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = {"dataset": jpegs.JpegFiles(files)}
+    exec(snippet(1, "from lightning"), names)
+    assert names["arguments"].dataloader_num_workers == 2 and names["arguments"].dataloader_pin_memory
+    assert names["loader"].num_workers == 2 and len(names["loader"]) == 1
+
+
+def test_in_practice_of_the_second_notebook(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tokenizer = models.tokenizer("small")
+    dataset = [tokenizer(text) for text in ("good", "not at all good", "bad", "a film that is very long")]
+    names = {"dataset": dataset, "tokenizer": tokenizer, "batches": [[0, 2], [1, 3]]}
+    exec(snippet(2, "from torch"), names)
+    shapes = [tuple(batch["input_ids"].shape) for batch in names["loader"]]
+    longest = [max(len(dataset[i]["input_ids"]) for i in batch) for batch in names["batches"]]
+    assert shapes == [(2, longest[0]), (2, longest[1])] and longest[0] < longest[1]
+
+
+def test_in_practice_of_the_third_notebook_calls_what_there_is():
+    for call in (node for node in ast.walk(ast.parse(snippet(3, "# PyTorch"))) if isinstance(node, ast.Call)):
+        name = ast.unparse(call.func)
+        module = name.rpartition(".")[0]
+        if "(" in name or importlib.util.find_spec(name.partition(".")[0]) is None:  # TorchCodec need not be there
+            continue
+        known = getattr(importlib.import_module(module), name.rpartition(".")[2])
+        inspect.signature(known).bind(*call.args, **{keyword.arg: None for keyword in call.keywords})
+
+
+@pytest.mark.filterwarnings("ignore:`use_:DeprecationWarning:ray.data.context")  # Ray sets its own old options
+def test_the_lines_for_a_cluster_run_on_local_files(files):
+    lines = snippet(3, 'ray.init(address="auto")').splitlines()
+    assert lines[0].startswith("ray.init") and '"s3://bucket/train"' in lines[1]
+    names: dict = {"np": np, "seen": []}
+    exec(next(cell for cell in cells(3, "code") if cell.startswith("def decode")), names)
+    exec("def train_step(batch):\n    seen.extend(batch['index'].tolist())", names)
+    if why_not := offload.start_ray():
+        pytest.skip(why_not)
+    names["ray"] = sys.modules["ray"]
+    try:
+        exec("\n".join(lines[1:]).replace('"s3://bucket/train"', repr(str(files[0].parent))), names)
+    finally:
+        names["ray"].shutdown()
+    assert sorted(names["seen"]) == list(range(12))

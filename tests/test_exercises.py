@@ -9,10 +9,10 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 from notebooks import ROOT
 
 from exercises import content, stale, stub
-from speedlab.checks import check
+from speedlab.checks.core import check
 
-# the cell under a task: the check has the name of what it checks
-CHECK = re.compile(r"checks\.(\w+)\(\1\)")
+# the cell under a task: a check of one answer has its name, one of several names them
+CHECK = re.compile(r"checks\.(\w+)\((\1|\w+(?:, \w+)+)\)")
 SOURCE = '''def f(x):
     """Twice x."""
     # BEGIN SOLUTION
@@ -101,9 +101,11 @@ def test_a_check_stands_under_each_task_and_has_said_what_it_should(name):
     """The stored verdicts are right for solution and stub; the notebook's own run proves that they are true."""
     for folder, expected in (("solutions", "correct"), ("exercises", "not attempted yet")):
         cells = nbformat.read(ROOT / folder / name, as_version=4).cells
-        checked = {i: found[1] for i, cell in enumerate(cells) if (found := CHECK.fullmatch(cell.source))}
+        checked = {i: found[2].split(", ") for i, cell in enumerate(cells) if (found := CHECK.fullmatch(cell.source))}
         assert len(checked) >= 2, f"{folder}/{name}: {len(checked)} check cells"
-        for i, task in checked.items():
+        for i, answers in checked.items():
             verdict = cells[i].outputs[0].text.strip().split(": ", 1)[1]
-            assert verdict == expected, f"{folder}/{name}, {task}: {verdict}"
-            assert f"def {task}(" in cells[i - 1].source, f"{folder}/{name}: {task} stands elsewhere than its check"
+            assert verdict == expected, f"{folder}/{name}, {answers}: {verdict}"
+            above = "\n".join(cell.source for cell in (cells[i - 1 : i] if len(answers) == 1 else cells[:i]))
+            for answer in answers:
+                assert f"def {answer}(" in above, f"{folder}/{name}: {answer} stands elsewhere than its check"

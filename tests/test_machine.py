@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from speedlab import compat, machine, results
+from benchmarks import record
+from speedlab import compat, machine
 
 
 def test_describe_names_every_row_and_blanks_as_measured():
@@ -110,9 +111,9 @@ def test_peaks_are_positive_and_plausible():
 
 
 def test_stamp_holds_what_a_result_needs():
-    stamp = results.stamp()
-    assert {"machine", "device", "cores", "instructions", "versions", "load", "date", "commit"} <= stamp.keys()
-    assert results.slug() == results.slug().lower() and " " not in results.slug()
+    stamp = record.stamp()
+    assert {"machine", "processor", "device", "cores", "instructions", "versions", "date", "commit"} <= stamp.keys()
+    assert record.slug() == record.slug().lower() and " " not in record.slug()
 
 
 def test_imports_stay_cheap():

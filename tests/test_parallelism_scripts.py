@@ -22,6 +22,7 @@ from torch.distributed.tensor import parallel
 from torch.distributed.tensor.experimental import context_parallel
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from speedlab import launch
 
@@ -84,6 +85,20 @@ def test_a_number_that_does_not_divide_gets_one_sentence(script, processes, argu
         launch.run(FOLDER / script, processes, *arguments, timeout=200)
     assert sentence in str(failed.value)
     assert "Traceback" not in str(failed.value)
+
+
+def test_the_snippet_for_hybrid_sharding_makes_copies_and_shards():
+    """Run on a process group that talks to nobody; a mesh without names of its dimensions is refused there."""
+    cells = json.loads((FOLDER / "5-which-one.ipynb").read_text(encoding="utf-8"))["cells"]
+    lines = "".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown").splitlines()
+    [start] = [i for i, line in enumerate(lines) if line.startswith("copies = init_device_mesh")]
+    model = nn.Linear(64, 64)
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=32)
+    try:
+        exec("\n".join(lines[start : start + 2]).replace("cuda", "cpu"), {**PRACTICE, "model": model})
+    finally:
+        torch.distributed.destroy_process_group()
+    assert model.weight.to_local().shape == (8, 64)
 
 
 def test_in_practice_calls_what_the_installed_libraries_have():

@@ -24,13 +24,12 @@ TASKS = {
 }
 
 
-def measured(name: str) -> list[tuple[str, list[dict]]]:
-    """A machine's name and its measured rungs, for each file of results/ that has the ladder."""
-    found = []
-    for section in recorded(f"ladder-{name}").values():
-        stamp = section["stamp"]
-        where = f"{stamp['machine']}, {stamp['cores']} cores" + (", noisy" if section["noisy"] else "")
-        found.append((where, [row for row in section["rows"] if "skipped" not in row]))
+def measured(name: str) -> dict[str, list[dict]]:
+    """The measured rungs of each machine that has the ladder in results/, GPUs first."""
+    found: dict[str, list[dict]] = {}
+    for row in recorded(f"ladder-{name}"):
+        if "not_run" not in row:
+            found.setdefault(row["where"], []).append(row)
     return found
 
 
@@ -50,32 +49,47 @@ def stale(name: str) -> bool:
     return not picture(name).exists() or Image.open(picture(name)).text.get("Fingerprint") != fingerprint(name)
 
 
+def best(name: str) -> dict[str, dict]:
+    """Each machine's best rung that trains, at the same task as the start."""
+    counts = lambda row: row["speedup"] if row["trains"] and not row["apart"] else 0.0  # noqa: E731
+    return {where: max(rows, key=counts) for where, rows in measured(name).items()}
+
+
 def alt(name: str) -> str:
-    """The picture in words: each machine's best speed-up at a rung that trains, at the same task as the start."""
-    tops = [(where, max(map(_counts, rows))) for where, rows in measured(name)]
-    said = "; ".join(f"{speedup:.2f} times as fast on {where}" for where, speedup in tops)
+    """The picture in words."""
+    said = "; ".join(f"{row['speedup']:.2f} times as fast on {where}" for where, row in best(name).items())
     return f"Bar chart of a ladder. {TASKS[name]}: at best {said}."
 
 
-def _counts(row: dict) -> float:
-    return row["speedup"] if row["trains"] and not row["apart"] else 0.0
+def sentence(name: str) -> str:
+    """What the ladder found, in a sentence; on a CPU with the share of the machine's own matrix product."""
+    said = []
+    for where, row in best(name).items():
+        used = ""
+        if row["device"] == "cpu":
+            aim = f", where {row['target']:.0%} is the aim" if "target" in row else ""
+            used = f", at {row['mfu_product']:.0%} of the machine's own matrix product{aim}"
+        said.append(
+            f"{row['speedup']:.1f} times as fast as strict fp32 with the rung *{row['rung']}*{used} ({where})"
+        )
+    return f"{TASKS[name]}, up to the best rung that still trains: {'; '.join(said)}." if said else ""
 
 
 def figure(name: str) -> Figure:
     """The ladder's speed-ups as bars, a panel for each machine."""
     machines = measured(name)
-    heights = [1.3 + 0.42 * len(rows) for _, rows in machines]
+    heights = [1.3 + 0.42 * len(rows) for rows in machines.values()]
     shown, axes = plots.figure(
         8.5, sum(heights), rows=len(heights), squeeze=False, sharex=True, height_ratios=heights
     )
-    for ax, (where, rows) in zip(axes[:, 0], machines, strict=True):
+    for ax, (where, rows) in zip(axes[:, 0], machines.items(), strict=True):
         named = {_label(row): row for row in rows}
         plots.bars(
             ax,
             {label: row["speedup"] for label, row in named.items()},
             spread={label: (row["speedup_low"], row["speedup_high"]) for label, row in named.items()},
             title=f"{TASKS[name]}\n{where}",
-            label="times as fast as the strict-fp32 start, median and middle half (longer is better)",
+            label="times as fast as the strict-fp32 start, with its spread (longer is better)",
             form="{:.2f}x",
         )
         ax.tick_params(labelbottom=True)  # which the shared axis hides

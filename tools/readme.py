@@ -1,20 +1,20 @@
-"""Write the README's syllabus and tables of figures from the notebooks and from results/; nothing in them is typed.
+"""Write the README's syllabus and figures, the results page and the ladders' pictures; nothing in them is typed.
 
-Usage: python tools/readme.py [--check]   (--check writes nothing and fails where the README is stale)
+Usage: python tools/readme.py [--check]   (--check writes nothing and fails where one of them is stale)
 """
 
 import json
 import re
+import statistics
 import sys
 from pathlib import Path
 
 import ladder_pictures
 from notebooks import ROOT, claims_in, find
 
-from speedlab.display import seconds_text
-from speedlab.results import recorded
+from speedlab.results import FOLDER, load, recorded
 
-README = ROOT / "README.md"
+README, PAGE = ROOT / "README.md", FOLDER / "README.md"
 # Units that are not written yet, in their place of the numbering: folder name -> what it will show.
 PLANNED = {
     "9.9-smaller-models": "schedules, selective backprop, quantization, pruning, distillation",
@@ -69,52 +69,100 @@ def syllabus() -> str:
 
 
 def precision() -> str:
-    """The table of step times by precision, from every results file that has them."""
-    rows = ["| machine | model, batch | precision | a step | against strict fp32 |", "|---|---|---|---:|---|"]
-    for name, section in recorded("precision").items():
-        stamp = section["stamp"]
-        noisy = ", noisy" if section["noisy"] else ""
-        where = f"[{stamp['machine']}, {stamp['cores']} cores](results/{name}.json), {stamp['date']}{noisy}"
-        for row in section["rows"]:
-            model = f"{row['model']}, {row['batch']}"
-            if "not_run" in row:
-                rows.append(f"| {where} | {model} | {row['dtype']} | not run | {row['not_run']} |")
-            else:
-                time = seconds_text(row["median_s"])
-                rows.append(f"| {where} | {model} | {row['dtype']} | {time} | {row['verdict']} |")
+    """The headline: for each machine and model, what bf16 is worth in a training step, GPUs first."""
+    rows = ["| a training step of | in bf16, against strict fp32 | against TF32 | on |", "|---|---:|---:|---|"]
+    known = [row for row in recorded("precision") if "speedup" in row]
+    for row in known:
+        if row["dtype"] == "bf16":
+            same = [r for r in known if (r["file"], r["task"], r["dtype"]) == (row["file"], row["task"], "tf32")]
+            tf32 = f"{same[0]['median_s'] / row['median_s']:.2f}x" if same else ""
+            task = row["task"].removeprefix("a training step of ")
+            rows.append(f"| {task} | {row['speedup']:.2f}x | {tf32} | {row['where']} |")
     return "\n".join(rows)
 
 
 def ladder(name: str) -> str:
-    """The picture and the table of one ladder, a row a rung, from every results file that has it; or nothing."""
-    head = (
-        "| machine | rung | a second | against strict fp32 | against TF32 | peak memory, predicted / measured "
-        "| MFU, data sheet / measured product | still trains |"
-    )
-    rows = [head, "|---|---|---:|---:|---:|---:|---:|---|"]
-    for file, section in recorded(f"ladder-{name}").items():
-        stamp = section["stamp"]
-        noisy = ", noisy" if section["noisy"] else ""
-        where = f"[{stamp['machine']}, {stamp['cores']} cores](results/{file}.json), {stamp['date']}{noisy}"
-        rows += [f"| {'' if i else where} | {_rung(row)} |" for i, row in enumerate(section["rows"])]
-    if len(rows) == 2:
+    """The picture and the sentence of one ladder, from every results file that has it; or nothing."""
+    said = ladder_pictures.sentence(name)
+    if not said:
         return ""
-    return "\n".join([f"![{ladder_pictures.alt(name)}](images/{ladder_pictures.picture(name).name})", "", *rows])
+    return f"![{ladder_pictures.alt(name)}](images/{ladder_pictures.picture(name).name})\n\n{said}"
 
 
-def _rung(row: dict) -> str:
-    name = row["rung"] + (" (another task)" if row["apart"] else "")
-    if "skipped" in row:
-        return f"{name} | not run | {row['skipped']} | | | | "
-    memory = " / ".join(f"{m / 1e9:.1f} GB" for m in (row["memory_predicted"], row["memory_measured"]) if m)
-    used = " / ".join(f"{m:.0%}" for m in (row["mfu_specified"], row["mfu_product"]) if m is not None)
-    tf32 = f"{row['speedup_tf32']:.2f}x" if row["speedup_tf32"] else ""
-    against = f"{row['speedup']:.2f}x ({row['speedup_low']:.2f} to {row['speedup_high']:.2f})"
-    if "steps" in row:
-        proof = f"{row['target']:.0%} in {row['seconds_to_target']:.3g} s"
-    else:
-        proof = f"loss {row['loss']:.2f}, the start's {row['loss_start']:.2f}" + ("" if row["trains"] else ": no")
-    return f"{name} | {row['rate']:.3g} {row['unit']} | {against} | {tf32} | {memory} | {used} | {proof}"
+def results_page() -> str:
+    """results/README.md: everything recorded, machine by machine, each folded."""
+    parts = [
+        "# What was measured",
+        "",
+        "Made by `python tools/readme.py` from the files in this folder, which `python -m benchmarks` writes. The "
+        "factors in brackets are the 95% interval of a speed-up, or what its file says in `spread`. A run is marked "
+        "as noisy where other work took more than half the cores, or where a matrix product was 15% faster or slower "
+        "after the run than before.",
+    ]
+    files = {path.stem: load(path) for path in FOLDER.glob("*.json")}
+    order = lambda file: (next(iter(files[file].values()))["stamp"]["device"] != "cuda", file)  # noqa: E731
+    for file in sorted(files, key=order):
+        parts += ["", f"## {file}", "", f"[{file}.json]({file}.json)"]
+        for section, content in files[file].items():
+            stamp, noisy = content["stamp"], ", noisy" if content["noisy"] else ""
+            versions = ", ".join(f"{name} {version}" for name, version in stamp["versions"].items())
+            head = f"{section}, {stamp['date']}{noisy}"
+            parts += [
+                "",
+                f"<details><summary>{head}</summary>",
+                "",
+                f"{stamp['machine']}; {versions}{_products(stamp)}.",
+                "",
+            ]
+            made = (_ladder_table if section.startswith("ladder-") else _table)(content["rows"])
+            parts += [*made, "", "</details>"]
+    return "\n".join(parts) + "\n"
+
+
+def _products(stamp: dict) -> str:
+    """The matrix products before and after, where the file has them."""
+    known = stamp.get("products", {"before": {}, "after": {}})
+    rates = [
+        f"{name} {known['before'][name] / 1e12:.3g} and {known['after'][name] / 1e12:.3g}" for name in known["after"]
+    ]
+    return f"; a matrix product before and after, in TFLOP/s: {', '.join(rates)}" if rates else ""
+
+
+def _table(rows: list[dict]) -> list[str]:
+    lines = ["| task | found |", "|---|---|"]
+    for row in rows:
+        lines.append(f"| {row['task']}{_dtype(row)} | {row.get('found') or 'not run: ' + row['not_run']} |")
+    return lines
+
+
+def _dtype(row: dict) -> str:
+    return f", {row['dtype']}" if "dtype" in row else ""
+
+
+def _ladder_table(rows: list[dict]) -> list[str]:
+    lines = [
+        "| rung | per second | against strict fp32 | against TF32 | peak memory, predicted / measured "
+        "| of the data sheet / of the measured product | still trains |",
+        "|---|---:|---:|---:|---:|---:|---|",
+    ]
+    for row in rows:
+        name = row["rung"] + (" (another task)" if row["apart"] else "")
+        if "not_run" in row:
+            lines.append(f"| {name} | not run | {row['not_run']} | | | | |")
+            continue
+        memory = " / ".join(f"{m / 1e9:.1f} GB" for m in (row["memory_predicted"], row["memory_measured"]) if m)
+        used = " / ".join(f"{m:.0%}" for m in (row["mfu_specified"], row["mfu_product"]) if m is not None)
+        tf32 = f"{row['speedup_tf32']:.2f}x" if row["speedup_tf32"] else ""
+        against = f"{row['speedup']:.2f}x ({row['speedup_low']:.2f} to {row['speedup_high']:.2f})"
+        if "steps" in row:
+            seconds = statistics.median(row["steps"]) * row["settings"]["batch"] / row["rate"]
+            proof = f"{row['aim']:.0%} in {seconds:.3g} s"
+        else:
+            proof = f"loss {row['loss']:.2f}, the start's {row['loss_start']:.2f}" + ("" if row["trains"] else ": no")
+        lines.append(
+            f"| {name} | {row['rate']:.3g} {row['unit']} | {against} | {tf32} | {memory} | {used} | {proof} |"
+        )
+    return lines
 
 
 def render(text: str) -> str:
@@ -132,26 +180,33 @@ def render(text: str) -> str:
     return text
 
 
+def stale() -> list[str]:
+    """The generated files that do not show what notebooks and results hold now."""
+    text = README.read_text(encoding="utf-8")
+    pages = {"README.md": render(text) != text}
+    pages["results/README.md"] = not PAGE.exists() or PAGE.read_text(encoding="utf-8") != results_page()
+    pictures = {f"images/{ladder_pictures.picture(name).name}": ladder_pictures.stale(name) for name in LADDERS}
+    return [name for name, old in {**pages, **pictures}.items() if old]
+
+
 def update() -> None:
-    """Write the README's generated parts if they changed."""
-    before = README.read_text(encoding="utf-8")
-    after = render(before)
-    for name in filter(ladder_pictures.stale, LADDERS):
-        ladder_pictures.draw(name)
-        print(f"changed images/{ladder_pictures.picture(name).name}")
-    if before != after:
-        README.write_text(after, encoding="utf-8", newline="\n")
-        print("changed README.md")
+    """Write the generated files that are stale."""
+    for name in stale():
+        if name == "README.md":
+            text = render(README.read_text(encoding="utf-8"))
+            README.write_text(text, encoding="utf-8", newline="\n")
+        elif name == "results/README.md":
+            PAGE.write_text(results_page(), encoding="utf-8", newline="\n")
+        else:
+            ladder_pictures.draw(Path(name).stem.removeprefix("ladder-"))
+        print(f"changed {name}")
 
 
 def main() -> None:
-    if sys.argv[1:] == ["--check"]:
-        text = README.read_text(encoding="utf-8")
-        stale = render(text) != text
-        if stale or any(map(ladder_pictures.stale, LADDERS)):
-            raise SystemExit("The README's tables are stale: run `python tools/readme.py`.")
-    else:
+    if sys.argv[1:] != ["--check"]:
         update()
+    elif old := stale():
+        raise SystemExit(f"{', '.join(old)} is stale: run `python tools/readme.py`.")
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ translates them. `plans` runs the first half and stops before the second: it cou
 """
 
 import contextlib
+import operator
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -132,9 +133,19 @@ class Recorder:
 
 
 def operations(graphs: list[torch.fx.GraphModule]) -> int:
-    """The operations that a compiler has to work through in these graphs, each nested region counted once."""
-    parts = (part for graph in graphs for part in graph.modules() if isinstance(part, torch.fx.GraphModule))
-    return sum(node.op.startswith("call") for part in parts for node in part.graph.nodes)
+    """The operations that a compiler has to work through in these graphs.
+
+    A nested region that is called counts once; calls of regions, and taking their results apart, are not operations.
+    """
+    return sum(_operations(graph) for graph in graphs)
+
+
+def _operations(graph: torch.fx.GraphModule) -> int:
+    nodes = list(graph.graph.nodes)
+    named = {node.target for node in nodes if node.op == "get_attr" and node.users}
+    regions = [part for name, part in graph.named_children() if name in named and hasattr(part, "graph")]
+    own = [node for node in nodes if node.op.startswith("call") and node.target is not operator.getitem]
+    return sum("invoke_subgraph" not in str(node.target) for node in own) + sum(map(_operations, regions))
 
 
 def show_kernel(plan: Plan) -> None:

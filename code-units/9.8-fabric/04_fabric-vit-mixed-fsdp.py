@@ -1,99 +1,80 @@
 """Fine-tune a vision transformer with Fabric: 03 with its state sharded."""
 
-import argparse
 import json
-import sys
+import time
 
 import torch
 from lightning.fabric import Fabric
-from lightning.fabric.strategies import ModelParallelStrategy
+from lightning.fabric.strategies import FSDPStrategy, ModelParallelStrategy
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Subset
-
-from speedlab import compat, count, data, machine
-from speedlab.data import models
+from torchvision.models.vision_transformer import EncoderBlock
+from vit_parts import LEARNING_RATE, loaders, options, vit
 
 
-def parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--scale", choices=["quick", "full"], default=machine.scale())
-    parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--batch", type=int, default=32, help="images a step, over all devices")
-    parser.add_argument("--devices", type=int, default=1, help="processes, each with a GPU where there is one")
-    parser.add_argument("--images", type=int, default=10**6, help="train on the first so many images only")
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args(argv)
-    if min(args.epochs, args.batch, args.devices) < 1 or args.images < args.batch:
-        parser.error("epochs, batch and devices must be 1 or more, and images must fill a batch")
-    if args.batch % args.devices:
-        parser.error("the batch must be a multiple of devices, so that each gets an equal part")
-    return args
+def on_gpus():
+    """Fabric's "fsdp": each process holds a part of every parameter, and a block is whole only while it computes."""
+    return FSDPStrategy(auto_wrap_policy={EncoderBlock}, state_dict_type="full")
 
 
-def shard(model: torch.nn.Module, mesh: torch.distributed.DeviceMesh) -> torch.nn.Module:
-    for block in model.encoder.layers:
-        fully_shard(block, mesh=mesh["data_parallel"])  # whole only while it computes
-    return fully_shard(model, mesh=mesh["data_parallel"])  # what is left: patches, positions, head
+def on_cpu(devices):
+    """The same on a CPU, which "fsdp" refuses: PyTorch's `fully_shard`, told what to cut."""
+
+    def shard(model, mesh):
+        for block in model.encoder.layers:
+            fully_shard(block, mesh=mesh["data_parallel"])
+        return fully_shard(model, mesh=mesh["data_parallel"])
+
+    sizes = {"data_parallel_size": devices, "tensor_parallel_size": 1}
+    return ModelParallelStrategy(shard, **sizes, save_distributed_checkpoint=False)
 
 
 @torch.no_grad()
-def accuracy(model: torch.nn.Module, loader: DataLoader, fabric: Fabric) -> float:
+def accuracy(model, loader) -> float:
     model.eval()
     right = total = 0
     for images, labels in loader:
-        right += (model(images).argmax(dim=1) == labels).sum()
+        right += (model(images).argmax(dim=1) == labels).sum().item()
         total += len(labels)
-    right, total = fabric.all_reduce((right, total), reduce_op="sum")
-    return (right / total).item()
+    return right / total
 
 
-def main(argv: list[str]) -> dict:
-    args = parse(argv)
-    full, device = args.scale == "full", machine.device()
-    strategy = ModelParallelStrategy(shard, data_parallel_size=args.devices, tensor_parallel_size=1)
-    fabric = Fabric(accelerator=device.type, devices=args.devices, precision="bf16-mixed", strategy=strategy)
+def main(argv=None) -> dict:
+    args = options(argv)
+    strategy = on_gpus() if torch.cuda.is_available() else on_cpu(args.devices)
+    fabric = Fabric(accelerator="auto", devices=args.devices, precision="bf16-mixed", strategy=strategy)
     fabric.launch()
-    generator = machine.seed_everything(args.seed)
+    torch.manual_seed(args.seed)
 
-    dataset = data.images("cifar10" if full else "digits")
-    train_set = Subset(dataset.train, range(min(args.images, len(dataset.train))))
-    own_batch, workers = args.batch // args.devices, 8 if full else 0
-    train_loader = DataLoader(train_set, own_batch, True, generator=generator, drop_last=True, num_workers=workers)
-    val_loader = DataLoader(dataset.val, 100, num_workers=workers)
-    train_loader, val_loader = fabric.setup_dataloaders(train_loader, val_loader)
-
-    model = models.vit("base" if full else "small", pretrained=True)
+    train_loader, val_loader, test_loader = loaders(args)
+    train_loader = fabric.setup_dataloaders(train_loader)  # of several processes, each gets its part
+    val_loader, test_loader = fabric.setup_dataloaders(val_loader, test_loader, use_distributed_sampler=False)
+    model = vit(args.data, pretrained=True)
     model = fabric.setup_module(model)
-    optimizer = torch.optim.Adam(model.parameters(), lr=5e-5 if full else 1e-3)
+    optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE[args.data])
     optimizer = fabric.setup_optimizers(optimizer)
 
-    losses, seconds, accuracies, clock = [], [], [], machine.synchronised_clock(fabric.device)
+    losses, seconds, accuracies = [], [], []
     for epoch in range(1, args.epochs + 1):
         model.train()
-        start = clock()
-        for step, (images, labels) in enumerate(train_loader, start=1):
+        start, of_steps = time.perf_counter(), []
+        for images, labels in train_loader:
             loss = F.cross_entropy(model(images), labels)  # logits (B, K), labels (B,)
             optimizer.zero_grad()
             fabric.backward(loss)
             optimizer.step()
-            losses.append(loss.detach())
-            if step % 100 == 0 or step == len(train_loader):
-                rate = step * args.batch / (clock() - start)
-                fabric.print(f"epoch {epoch}, step {step} of {len(train_loader)}: {rate:,.0f} images/s")
-        seconds.append(clock() - start)
-        accuracies.append(accuracy(model, val_loader, fabric))
-        fabric.print(f"epoch {epoch} of {args.epochs}: last loss {loss.item():.4f}, accuracy {accuracies[-1]:.1%}")
+            of_steps.append(loss.detach())
+        losses += torch.stack(of_steps).tolist()  # waits for the device, once per epoch
+        seconds.append(time.perf_counter() - start)
+        accuracies.append(accuracy(model, val_loader))
+        fabric.print(f"epoch {epoch} of {args.epochs}: loss {losses[-1]:.4f}, validation {accuracies[-1]:.1%}")
 
-    losses = fabric.all_reduce(torch.stack(losses), reduce_op="mean")
-    state = torch.tensor([count.state_bytes(model, optimizer).total])  # parameters, gradients, Adam's moments
-    state = fabric.all_gather(state).flatten()  # of each process
-    result = {"losses": losses.tolist(), "accuracies": accuracies, "seconds": seconds, "state_bytes": state.tolist()}
+    result = {"losses": losses, "seconds": seconds, "val": accuracies, "test": accuracy(model, test_loader)}
     fabric.print(json.dumps(result))
+    if args.save:
+        fabric.save(args.save, {"model": model})
     return result
 
 
 if __name__ == "__main__":
-    # where a CPU has no 16-bit hardware, 16-bit products are computed in fp32 and rounded: the same numbers, in time
-    with compat.half_products(machine.device()):
-        main(sys.argv[1:])
+    main()

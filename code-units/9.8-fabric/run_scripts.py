@@ -1,7 +1,6 @@
-"""What the two notebooks of this unit share: run a script and time its phases, and show how two scripts differ.
+"""What the two notebooks of this unit share: run one of the five scripts, and show how two of them differ.
 
-As a script it does the same in each of several processes:
-`python run_scripts.py 04_fabric-vit-mixed-fsdp.py --epochs=1`.
+As a script it runs one of them in each of several processes: `python run_scripts.py 04_fabric-vit-mixed-fsdp.py`.
 """
 
 import contextlib
@@ -10,80 +9,44 @@ import html
 import io
 import json
 import runpy
+import statistics
 import sys
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from unittest.mock import patch
 
-import torch
-from torch.nn.modules import module as modules
-from torch.optim import optimizer as optimizers
-from torch.utils.data.dataloader import _BaseDataLoaderIter
-from torchvision.models import VisionTransformer
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from speedlab import compat, launch, machine
+from speedlab import compat, count, launch, machine
 
 FOLDER = Path(__file__).resolve().parent
-PHASES = ("data", "forward", "backward", "optimizer")
 
 
 def run(name: str, *options: object, processes: int = 1, timeout: float = 240.0) -> dict:
-    """Run a script of this folder and return its result, with the seconds that training spent in each phase.
+    """Run a script of this folder; return its result, and the bytes of state that each process holds at the end.
 
-    One process runs inside this one, which saves the start of Python; several are launched by torchrun, and the first
-    one's result is returned. Where a CPU has no bf16 hardware, its products are computed in fp32 and rounded.
+    One process runs inside this one, which saves the start of Python; several are launched by torchrun, and their
+    losses are averaged. Where a CPU has no bf16 hardware, its products are computed in fp32 and rounded.
     """
-    if processes > 1:
+    if processes == 1:
+        parts = [_run(name, options)]
+    else:
         launched = launch.run(__file__, processes, name, f"--devices={processes}", *options, timeout=timeout)
-        return json.loads(launched.outputs[0].splitlines()[-1])
-    main = runpy.run_path(str(FOLDER / name))["main"]
-    affordable = compat.half_products(machine.device())
-    with affordable, contextlib.redirect_stdout(io.StringIO()), _timed_phases() as spent:
-        result = main([str(option) for option in options])
-    rest = sum(result["seconds"]) - sum(spent.values())
-    return {**result, "phases": {**spent, "the rest": max(0.0, rest)}}
+        parts = [json.loads(output.splitlines()[-1]) for output in launched.outputs]
+    losses = [statistics.fmean(step) for step in zip(*(part["losses"] for part in parts), strict=True)]
+    return {**parts[0], "losses": losses, "state_bytes": [part["state_bytes"] for part in parts]}
 
 
-@contextlib.contextmanager
-def _timed_phases() -> Iterator[dict[str, float]]:
-    """Sum up the seconds of each phase while gradients are on, by hooks around what PyTorch calls."""
-    clock = machine.synchronised_clock(machine.device())
-    spent, begun = dict.fromkeys(PHASES, 0.0), {}
-
-    def begin(phase: str) -> None:
-        begun[phase] = clock()
-
-    def end(phase: str) -> None:
-        if torch.is_grad_enabled() and phase in begun:
-            spent[phase] += clock() - begun.pop(phase)
-
-    def around(phase: str, function: Callable) -> Callable:
-        def timed(*args, **kwargs):
-            begin(phase)
-            try:
-                return function(*args, **kwargs)
-            finally:
-                end(phase)
-
-        return timed
-
-    is_model = lambda module: isinstance(module, VisionTransformer)  # noqa: E731
-    handles = [
-        modules.register_module_forward_pre_hook(lambda module, _: begin("forward") if is_model(module) else None),
-        modules.register_module_forward_hook(lambda module, *_: end("forward") if is_model(module) else None),
-        optimizers.register_optimizer_step_pre_hook(lambda *_: begin("optimizer")),
-        optimizers.register_optimizer_step_post_hook(lambda *_: end("optimizer")),
-    ]
+def _run(name: str, options: tuple) -> dict:
+    used = []
+    hook = register_optimizer_step_post_hook(lambda optimizer, *_: used.append(optimizer))
     try:
-        with (
-            patch.object(torch.Tensor, "backward", around("backward", torch.Tensor.backward)),
-            patch.object(_BaseDataLoaderIter, "__next__", around("data", _BaseDataLoaderIter.__next__)),
-        ):
-            yield spent
+        with compat.half_products(machine.device()), contextlib.redirect_stdout(io.StringIO()):
+            result = runpy.run_path(str(FOLDER / name))["main"]([str(option) for option in options])
     finally:
-        for handle in handles:
-            handle.remove()
+        hook.remove()
+    parameters = nn.ParameterList(p for group in used[-1].param_groups for p in group["params"])
+    return {**result, "state_bytes": count.state_bytes(parameters, used[-1]).total}
 
 
 @dataclass(frozen=True)
@@ -96,11 +59,11 @@ class Difference:
 
     @property
     def gone(self) -> list[str]:
-        return [line[2:] for line in self.lines if line.startswith("-")]
+        return [line[2:].strip() for line in self.lines if line.startswith("-")]
 
     @property
     def come(self) -> list[str]:
-        return [line[2:] for line in self.lines if line.startswith("+")]
+        return [line[2:].strip() for line in self.lines if line.startswith("+")]
 
     def __repr__(self) -> str:
         return "\n".join([f"from {self.before} to {self.after}", *self.lines])
@@ -119,8 +82,8 @@ class Difference:
 
 
 def difference(before: str, after: str) -> Difference:
-    """Compare two scripts of this folder, line by line."""
-    texts = [(FOLDER / name).read_text(encoding="utf-8").splitlines() for name in (before, after)]
+    """Compare two scripts of this folder line by line, their titles aside."""
+    texts = [(FOLDER / name).read_text(encoding="utf-8").splitlines()[1:] for name in (before, after)]
     lines = []
     for line in difflib.unified_diff(*texts, n=1, lineterm=""):
         if line.startswith("@@"):
@@ -131,4 +94,4 @@ def difference(before: str, after: str) -> Difference:
 
 
 if __name__ == "__main__":
-    print(json.dumps(run(sys.argv[1], *sys.argv[2:])))
+    print(json.dumps(_run(sys.argv[1], tuple(sys.argv[2:]))))

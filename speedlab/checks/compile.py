@@ -362,8 +362,8 @@ def mended(answer: Callable[[Scorer, torch.Tensor], torch.Tensor]) -> None:
             f"{(*once.breaks, '')[0]}. What does that line need to know that only the data can tell?"
         ),
     )
-    inputs = [x, -x, 0.01 * x, cases[1][2], cases[3][2]]
-    seen = watch(answer, [(model, given.clone()) for given in inputs])
+    inputs = [given.clone().requires_grad_() for given in (x, -x, 0.01 * x, cases[1][2], cases[3][2])]
+    seen = watch(answer, [(model, given) for given in inputs])
     expect(
         len(seen.graphs) == 1 and not seen.breaks,
         lambda: (
@@ -374,6 +374,10 @@ def mended(answer: Callable[[Scorer, torch.Tensor], torch.Tensor]) -> None:
     for given, got in zip(inputs, seen.outputs, strict=True):
         same = close(got, _reference(model, given), relative=1e-4)
         expect(same, "Under torch.compile your function gives other scores than without. It must do the same work.")
+        same = got.requires_grad and close(
+            _gradients(got, model, given), _slopes(_reference, model, given.detach()), relative=1e-3
+        )
+        expect(same, "Under torch.compile the scores have other gradients than without. It must do the same work.")
 
 
 def _judge_scores(answer: Callable, model: Scorer, x: torch.Tensor) -> None:

@@ -6,77 +6,92 @@ import random
 import statistics
 import threading
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from speedlab.checks import check, expect
+from speedlab.checks import core
+from speedlab.checks.core import apart, ask, check, choices, close, expect, number, sequence, where, whole
 
 # one step: when it asked for its batch, when it had it, when it was done with it; an epoch is a list of steps
 Step = tuple[float, float, float]
 Trace = list[list[Step]]
 KINDS = ("model", "start", "hiccups", "loader")
 REMEDIES = ("persistent_workers=True", "more workers", "a larger prefetch_factor", "a faster model")
+# How long task 4's loader and model wait for each other, and how long a loop may take.
 _PATIENCE = 3.0
-_LIMIT = 30.0
+_LIMIT = 20.0
 
 
 # --- Task 1 ---------------------------------------------------------------------------------------------------------
 
 
-@check("Task 1, a forecast from two measurements", seconds=300)
+@check("Task 1, a forecast from two measurements")
 def forecast(answer: Callable[[float, float, int], tuple[float, float]]) -> None:
-    for load, step, workers in itertools.product((0.01, 0.06, 0.5), (0.02, 0.1), (0, 1, 2, 4, 8)):
-        got = answer(load, step, workers)
-        case = f"With load={load:g}, step={step:g} and workers={workers}"
-        expect(
-            isinstance(got, tuple | list) and len(got) == 2 and all(isinstance(x, int | float) for x in got),
-            f"{case}, return two numbers: seconds a step, and the share of them that is waiting.",
-        )
-        seconds = load + step if workers == 0 else max(load / workers, step)
-        waiting = 1 - step / seconds
-        if not math.isclose(got[0], seconds, rel_tol=1e-6):
-            expect(workers > 0, f"{case}, nothing overlaps: loading and training take turns. You say {got[0]:g} s.")
-            expect(
-                not math.isclose(got[0], load / workers + step, rel_tol=1e-6),
-                f"{case}, loading and training happen at the same time, so their times do not add up.",
-            )
-            expect(
-                not math.isclose(got[0], min(load / workers, step), rel_tol=1e-6),
-                f"{case}, the slower of the two sets the pace, not the faster one.",
-            )
-            expect(False, f"{case}, a step takes {seconds:g} s in the long run; you say {got[0]:g} s.")
-        expect(
-            math.isclose(got[1], waiting, rel_tol=1e-6, abs_tol=1e-9),
-            f"{case}, the model works {step:g} of {seconds:g} s, so it waits {waiting:.1%}; you say {got[1]:.1%}. "
-            + ("Waiting is never negative." if got[1] < 0 else "Divide by the whole step."),
-        )
+    for load, step, workers in itertools.product((0.01, 0.06, 0.5), (0.02, 0.1), (0, 1, 2, 3, 5, 8)):
+        with where(f"With load={load:g}, step={step:g} and workers={workers}"):
+            got = sequence(ask(answer, load, step, workers), "Your forecast (seconds and share)", length=2)
+            seconds, share = number(got[0], "The time of a step"), number(got[1], "The share of waiting")
+            plain, paced = load + step, load / max(workers, 1)
+            wanted = plain if workers == 0 else max(paced, step)
+            added = workers > 0 and (close(seconds, paced + step) or close(seconds, plain))
+            hints = {
+                "That is in milliseconds; return seconds.": 1000 * wanted,
+                "Without workers nothing overlaps: loading and training take turns.": workers == 0,
+                "With workers, loading and training happen at the same time: do not add their times.": added,
+                "The slower of the two sets the pace, not the faster one.": min(paced, step),
+                "Each of the workers makes a batch in `load` seconds; together they make more.": max(load, step),
+            }
+            _agree("the seconds per step, in the long run,", seconds, wanted, hints, "Divide `load` by the workers.")
+            waits = 1 - step / wanted
+            hints = {
+                "That is the share in which it works.": 1 - waits,
+                "Return a share from 0 to 1, not percent.": 100 * waits,
+                "Waiting is never negative.": share < 0,
+                "Do not round it.": abs(share - waits) < 0.01,
+            }
+            text = f"the model works {step:g} of {wanted:g} s; the share that it waits"
+            _agree(text, share, waits, hints, "Divide the waiting by the whole step.")
+
+
+def _agree(what: str, got: float, wanted: float, faults: dict, otherwise: str) -> None:
+    right, said = apart(wanted, got)
+    same = close(got, wanted, absolute=1e-9)
+    expect(same, lambda: f"{what} is {right}; you say {said}. {core.diagnose(got, faults, otherwise)}")
 
 
 # --- Task 2 ---------------------------------------------------------------------------------------------------------
+
+
+def recording(waits: Sequence[Sequence[float]], train: float = 0.25, pause: float = 0.0) -> Trace:
+    """A recording with these waits, a list per epoch, in seconds; between epochs the loop pauses, to validate."""
+    now, recorded = 48.0, []
+    for epoch in waits:
+        steps = []
+        for wait in epoch:
+            steps.append((now, now + wait, now + wait + train))
+            now = steps[-1][2]
+        recorded.append(steps)
+        now += pause
+    return recorded
 
 
 def trace(kind: str, seed: int = 0, epochs: int = 3, steps: int = 30) -> Trace:
     """A made-up recording of a loop whose time goes where `kind` says, in seconds, deterministic from the seed."""
     if kind not in KINDS:
         raise ValueError(f"Unknown kind {kind!r}; expected one of {', '.join(KINDS)}.")
-    draw, now, recorded = random.Random(f"{kind} {seed}"), 100.0 * seed, []
+    draw = random.Random(f"{kind} {seed}")
     train = draw.uniform(0.02, 0.2)
-    for _ in range(epochs):
-        epoch = []
-        late = set(draw.sample(range(1, steps), max(1, steps // 15)))
-        for i in range(steps):
-            wait = {
-                "model": train * draw.uniform(0.0, 0.03),
-                "start": train * (draw.uniform(25, 60) if i == 0 else draw.uniform(0.0, 0.2)),
-                "hiccups": train * (draw.uniform(8, 20) if i in late else draw.uniform(0.0, 0.1)),
-                "loader": train * draw.uniform(0.5, 3.0),
-            }[kind]
-            took = train * draw.uniform(0.95, 1.05)
-            epoch.append((now, now + wait, now + wait + took))
-            now = epoch[-1][2]
-        recorded.append(epoch)
-    return recorded
+    lowest, highest = {"model": (0, 0.03), "start": (0, 0.2), "hiccups": (0, 0.1), "loader": (0.5, 3)}[kind]
+    waits = [[train * draw.uniform(lowest, highest) for _ in range(steps)] for _ in range(epochs)]
+    for epoch in waits:
+        if kind == "start":
+            epoch[0] = train * draw.uniform(25, 60)
+        if kind == "hiccups":
+            for late in draw.sample(range(1, steps), max(1, steps // 15)):
+                epoch[late] = train * draw.uniform(8, 20)
+    return recording(waits, train)
 
 
 def planted_loops() -> dict[str, Trace]:
@@ -84,39 +99,87 @@ def planted_loops() -> dict[str, Trace]:
     return {"A": trace("hiccups", 7), "B": trace("loader", 11), "C": trace("start", 5)}
 
 
-@check("Task 2, what a recording says", seconds=300)
+def _shares(epochs: Trace) -> tuple[float, float, float]:
+    """The share of the time that is waiting; of the waiting, the shares of first steps and of the longest tenth."""
+    waits = [got - asked for epoch in epochs for asked, got, _ in epoch]
+    total = sum(waits) or 1.0
+    first = sum(epoch[0][1] - epoch[0][0] for epoch in epochs)
+    longest = sum(sorted(waits)[-max(1, len(waits) // 10) :])
+    return sum(waits) / (epochs[-1][-1][2] - epochs[0][0][0]), first / total, longest / total
+
+
+def _where_time_goes(epochs: Trace) -> str:
+    waiting, first, longest = _shares(epochs)
+    return "model" if waiting < 0.1 else "start" if first >= 0.5 else "hiccups" if longest >= 0.5 else "loader"
+
+
+def _spread(share: float, large: int, places: Sequence[int], steps: int, total: float = 40.0) -> list[float]:
+    """Waits of one epoch, `total` seconds in all: the `large` ones at these places share `share` of it."""
+    few = share * total / large
+    return [few if i in places[:large] else (1 - share) * total / (steps - large) for i in range(steps)]
+
+
+def recordings() -> Iterator[tuple[str, Trace]]:
+    """Loops with their stories; in most of them one share lies just below or above where the answer changes."""
+    for seed, kind in itertools.product(range(3), KINDS):
+        yield "a usual loop", trace(kind, seed, epochs=1 + seed)
+    for waiting in (0.0, 0.09, 0.11):
+        wait = 0.25 * waiting / (1 - waiting)
+        yield f"a loop that waits {waiting:.0%} of the time", recording([[wait] * 20, [wait] * 20])
+    yield "a loop whose first epoch has no wait", recording([[0.0] * 8, [0.5] * 30])
+    yield "a loop that pauses between two epochs", recording([[0.028] * 20, [0.028] * 20], pause=1.0)
+    for share in (0.45, 0.48, 0.52):
+        epochs = [_spread(share, 1, (0,), 20)] * 3
+        yield f"a loop with {share:.0%} of the waiting in the first steps", recording(epochs)
+    yield "a loop with exactly half of it in the first step", recording([[1.0, *[0.125] * 8]], train=1.0)
+    yield "a loop of epochs of different lengths", recording([_spread(0.6, 1, (0,), n) for n in (5, 30, 12)])
+    for share in (0.47, 0.53):
+        late = _spread(share, 5, (5, 11, 20, 33, 41), 50)
+        yield f"a loop with {share:.0%} of the waiting in the longest tenth", recording([late[:25], late[25:]])
+    rounded = _spread(0.485, 5, (5, 11, 20, 33, 41), 59)
+    rounded[50] += 0.5
+    yield "a loop of 59 steps", recording([rounded])
+    for share in (0.3, 0.6):
+        yield "a loop of seven steps", recording([_spread(share, 1, (4,), 7)])
+
+
+@check("Task 2, what a recording says")
 def diagnose(answer: Callable[[Trace], str]) -> None:
-    reasons = {
-        "model": "less than a tenth of the time is waiting",
-        "start": "at least half of the waiting happens in the first steps of the epochs",
-        "hiccups": "the tenth of the steps that waits longest has at least half of the waiting",
-        "loader": "the waiting is spread over all steps",
-    }
-    for seed, kind in itertools.product(range(8), KINDS):
-        got = answer(trace(kind, seed, epochs=1 + seed % 4))
-        expect(isinstance(got, str) and got in KINDS, f"Return one of {', '.join(KINDS)}; you return {got!r}.")
-        expect(got == kind, f"In one of the recordings {reasons[kind]}, so it is {kind!r}; you say {got!r}.")
+    for story, epochs in recordings():
+        with where(f"For {story}"):
+            got, wanted = ask(answer, epochs), _where_time_goes(epochs)
+            expect(isinstance(got, str) and got in KINDS, f"return one of {', '.join(KINDS)}, not {got!r}.")
+            waiting, first, longest = _shares(epochs)
+            steps = sum(map(len, epochs))
+            expect(
+                got == wanted,
+                f"of the whole time, {waiting:.1%} is waiting; of the waiting, {first:.1%} is in the first steps of "
+                f"the {len(epochs)} epochs, and {longest:.1%} in the {max(1, steps // 10)} longest of {steps} steps. "
+                f"So it is {wanted!r}, and you say {got!r}.",
+            )
 
 
-@check("Task 2, three slow loops and their remedies", seconds=300)
-def remedies(answer: Callable[[], dict[str, str]]) -> None:
-    wanted = {"A": "a larger prefetch_factor", "B": "more workers", "C": "persistent_workers=True"}
-    why = {
-        "A": "it waits rarely, but then long. What evens out a slow batch now and then?",
-        "B": "it waits at every step. A queue evens out, it does not speed up. What adds speed?",
-        "C": "it waits at the first step of every epoch. What happens there, again and again?",
-    }
-    got = answer()
-    expect(isinstance(got, dict) and set(got) == set(wanted), "Return a dict with the keys 'A', 'B' and 'C'.")
-    for loop, remedy in wanted.items():
-        expect(got[loop] in REMEDIES, f"Loop {loop}: choose one of {', '.join(REMEDIES)}.")
-        expect(got[loop] == remedy, f"Loop {loop}: {why[loop]}")
+remedies = choices(
+    "Task 2, three slow loops and their remedies",
+    {"A": "a larger prefetch_factor", "B": "more workers", "C": "persistent_workers=True"},
+    REMEDIES,
+    {
+        "a faster model": "The loop waits for its data: a faster model would only wait longer.",
+        "A": "It waits rarely, but then long. What evens out a slow batch now and then?",
+        ("B", "a larger prefetch_factor"): "It waits at every step. A queue evens out, it adds no speed. What does?",
+        "B": "It waits at every step, not only at the first. What makes batches faster?",
+        "C": "It waits at the first step of every epoch. What happens there, again and again?",
+    },
+)
 
 
 # --- Task 3 ---------------------------------------------------------------------------------------------------------
 
+Plan = list[list[int]]
 
-def _lengths(kind: str, count: int) -> list[int]:
+
+def lengths_of(kind: str, count: int) -> list[int]:
+    """Made-up lengths of texts, the same ones each time."""
     draw = random.Random(f"{kind} {count}")
     if kind == "long tail":
         return [min(400, max(3, int(draw.lognormvariate(3.5, 0.8)))) for _ in range(count)]
@@ -125,88 +188,90 @@ def _lengths(kind: str, count: int) -> list[int]:
     return [draw.choice((8, 10, 395, 400)) for _ in range(count)]
 
 
-def _generator(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
-def positions(batches: list[list[int]], lengths: list[int]) -> int:
+def positions(batches: Plan, lengths: list[int]) -> int:
     """What a model computes on: the size of each batch times its longest text, added up."""
     return sum(len(batch) * max(lengths[i] for i in batch) for batch in batches)
 
 
-@check("Task 3, batches of similar length", seconds=300)
-def bucket_batches(answer: Callable[[list[int], int, torch.Generator], list[list[int]]]) -> None:
-    expect(answer([], 1000, _generator(0)) == [], "No texts, no batches: return an empty list for an empty shard.")
-    for kind, count, budget in (("long tail", 3000, 4000), ("even", 1501, 4000), ("two lengths", 1000, 2000)):
-        lengths = _lengths(kind, count)
-        batches = answer(lengths, budget, _generator(1))
-        _examine_coverage(batches, lengths, budget)
-        _examine_padding(batches, lengths, budget)
-        _examine_chance(answer, batches, lengths, budget)
+def meet_again(first: Plan, second: Plan) -> float:
+    """Of all pairs that share a batch in the first epoch, the share that does so in the second one too."""
+    batch_of = {i: number for number, batch in enumerate(second) for i in batch}
+    together = Counter((number, batch_of[i]) for number, batch in enumerate(first) for i in batch)
+    pairs = sum(math.comb(len(batch), 2) for batch in first)
+    return sum(math.comb(size, 2) for size in together.values()) / max(1, pairs)
 
 
-def _examine_coverage(batches: list[list[int]], lengths: list[int], budget: int) -> None:
-    expect(
-        isinstance(batches, list) and all(isinstance(batch, list) and batch for batch in batches),
-        "Return a list of batches, each a list of at least one index.",
-    )
-    used = [i for batch in batches for i in batch]
-    expect(all(type(i) is int for i in used), "The indices must be plain integers: `.tolist()` makes them.")
-    missing, twice = len(set(range(len(lengths))) - set(used)), len(used) - len(set(used))
+@check("Task 3, batches of similar length")
+def bucket_batches(answer: Callable[[list[int], int, torch.Generator], Plan]) -> None:
+    small = ([], [7], [3, 3], [7, 7, 7], [20, 20, 1])
+    large = ((lengths_of("long tail", 12000), 4000), (lengths_of("even", 6001), 4000), ([10] * 4001, 20))
+    for lengths, budget in (*((few, 20) for few in small), *large, (lengths_of("two lengths", 4000), 2000)):
+        few = f"lengths {lengths} and a budget of {budget}"
+        with where(f"For {few if len(lengths) < 9 else f'{len(lengths):,} lengths and a budget of {budget:,}'}"):
+            generator = torch.Generator().manual_seed(1)
+            plans = [_plan(answer, lengths, budget, generator) for _ in range(2 if len(lengths) > 9 else 1)]
+            if len(lengths) < 9:
+                continue
+            fresh = torch.Generator().manual_seed(1)
+            same = _plan(answer, lengths, budget, fresh) == plans[0]
+            expect(same, "two generators with the same seed gave different batches: draw from `generator` only.")
+            _examine_padding(plans[0], lengths, budget)
+            _examine_chance(plans, lengths)
+    generator = torch.Generator().manual_seed(2)
+    _examine_order([_plan(answer, large[1][0], 4000, generator) for _ in range(8)], large[1][0])
+
+
+def _plan(answer: Callable, lengths: list[int], budget: int, generator: torch.Generator) -> Plan:
+    """One epoch's batches: each text in one of them, none over the budget. The generator goes on."""
+    what = "the plan of an epoch"
+    batches = [sequence(b, "a batch") for b in sequence(answer(list(lengths), budget, generator), what)]
+    batches = [[i if type(i) is int else whole(i, "an index") for i in batch] for batch in batches]
+    expect(all(batches), "one of your batches is empty.")
+    used = Counter(i for batch in batches for i in batch)
+    strange = [i for i in used if not 0 <= i < len(lengths)]
+    expect(not strange, lambda: f"there is no text {strange[0]}.")
+    missing, twice = len(lengths) - len(used), sum(used.values()) - len(used)
     expect(not missing, f"{missing} of {len(lengths)} texts are in no batch. What happens to the last, smaller one?")
     expect(not twice, f"{twice} texts come more than once in an epoch.")
     for batch in batches:
         longest = max(lengths[i] for i in batch)
-        expect(
-            len(batch) * longest <= budget,
-            f"A batch of {len(batch)} texts, the longest of {longest}, has {len(batch) * longest} positions; "
-            f"only {budget} fit. Padding counts: it is the longest that decides, times the number of texts.",
-        )
+        size, rule = len(batch) * longest, "It is the longest that decides, times the number of texts."
+        what = f"a batch of {len(batch)} texts, the longest of {longest}, has {size:,} positions with padding"
+        expect(size <= budget, f"{what}; only {budget} fit. {rule}")
+    return batches
 
 
-def _examine_padding(batches: list[list[int]], lengths: list[int], budget: int) -> None:
+def _examine_padding(batches: Plan, lengths: list[int], budget: int) -> None:
     padding = 1 - sum(lengths) / positions(batches, lengths)
-    expect(
-        padding <= 0.2,
-        f"{padding:.0%} of your positions are padding; 20% is allowed. Do texts of similar length share a batch?",
-    )
-    fewest = math.ceil(sum(lengths) / budget)
-    expect(
-        len(batches) <= 1.35 * fewest + 5,
-        f"You make {len(batches)} batches, where about {fewest} would do: fill each up to the budget.",
-    )
+    how = "Make the chunks larger." if padding < 0.45 else "Do texts of similar length share a batch?"
+    expect(padding <= 0.2, f"{padding:.1%} of your positions are padding; 20% is allowed. {how}")
+    most = math.ceil(1.35 * sum(lengths) / budget) + 5
+    full = f"{most} are allowed: fill each up to the budget, which may be reached exactly."
+    expect(len(batches) <= most, f"you make {len(batches)} batches; {full}")
 
 
-def _examine_chance(answer: Callable, batches: list[list[int]], lengths: list[int], budget: int) -> None:
-    expect(
-        answer(lengths, budget, _generator(1)) == batches,
-        "Two generators with the same seed gave different batches: draw from the generator that you are given only.",
-    )
-    other = answer(lengths, budget, _generator(2))
-    expect(
-        {frozenset(batch) for batch in batches} != {frozenset(batch) for batch in other},
-        "Another seed gives the same batches: every epoch brings the same texts together. Shuffle before you sort.",
-    )
-    first, second = (
-        {pair for batch in plan for pair in itertools.combinations(sorted(batch), 2)} for plan in (batches, other)
-    )
-    again = len(first & second) / max(1, len(first))
-    expect(
-        again <= 0.3,
-        f"{again:.0%} of the pairs in a batch meet again in the next epoch; 30% is allowed. "
-        "Sort inside chunks of the shuffled texts, not all of them at once.",
-    )
-    means = [statistics.fmean(lengths[i] for i in batch) for batch in batches]
-    neighbours = _correlation(means[:-1], means[1:])
-    trend = _correlation(list(range(len(means))), means)
-    expect(
-        max(abs(neighbours), abs(trend)) <= 0.45,
-        "Short batches follow short ones and long ones long ones: shuffle the batches too, at the end.",
-    )
+def _examine_chance(plans: list[Plan], lengths: list[int]) -> None:
+    again = meet_again(*plans)
+    same = {frozenset(batch) for batch in plans[0]} == {frozenset(batch) for batch in plans[1]}
+    expect(not same, "the next epoch, from the same generator, has the same batches: shuffle before you sort.")
+    how = "Make the chunks of shuffled texts, inside which you sort, smaller."
+    expect(again <= 0.3, f"{again:.1%} of the pairs in a batch meet again in the next epoch; 30% is allowed. {how}")
+    means = [statistics.fmean(lengths[i] for i in batch) for batch in plans[0]]
+    alike = [_correlation(means[:-lag], means[lag:]) for lag in range(1, len(means) // 2)]
+    waves = "the lengths of your batches rise and fall in a pattern: shuffle the batches too, at the end."
+    expect(max(alike, default=0.0) <= 0.5, waves)
 
 
-def _correlation(x: list[float], y: list[float]) -> float:
-    if len(x) < 3 or len(set(x)) < 2 or len(set(y)) < 2:
+def _examine_order(plans: list[Plan], lengths: list[int]) -> None:
+    """The order of the batches is drawn anew in each epoch; seen where two epochs have equally many of them."""
+    means = [[statistics.fmean(lengths[i] for i in batch) for batch in plan] for plan in plans]
+    pairs = [(a, b) for a, b in itertools.combinations(means, 2) if len(a) == len(b)]
+    same = any(_correlation(a, b) > 0.9 for a, b in pairs)
+    expect(not same, "Short and long batches come in the same order in two epochs: shuffle with `generator`.")
+
+
+def _correlation(x: Sequence[float], y: Sequence[float]) -> float:
+    if len(x) < 30 or len(set(x)) < 2 or len(set(y)) < 2:
         return 0.0
     return statistics.correlation(x, y)
 
@@ -217,96 +282,109 @@ def _correlation(x: list[float], y: list[float]) -> float:
 class _Stage:
     """A loader and a model that watch each other: what was begun when, without a clock that decides."""
 
-    def __init__(self, count: int, depth: int, break_load: int = -1, break_step: int = -1):
-        self.count, self.depth, self.break_load, self.break_step = count, depth, break_load, break_step
-        self.begun = [threading.Event() for _ in range(count)]
-        self.loaded: list[int] = []
-        self.trained: list[int] = []
-        self.overlaps = 0
-        self.most_ahead = 0
-        self.patient = True
+    def __init__(self, count: int, depth: int, meet: bool = True, broken: tuple = (), interrupt: tuple = ()):
+        self.count, self.depth, self.meet, self.patience = count, depth, meet, _PATIENCE
+        self.broken, self.interrupt = broken, interrupt
+        self.begun, self.stepped = ([threading.Event() for _ in range(count)] for _ in range(2))
+        self.loaded, self.trained = [], []
+        self.seen, self.most_ahead, self.loader = set(), 0, None
+        self.caller, self.step_threads, self.error, self.left = None, set(), None, []
+        self.batches = [None if i == 2 else object() for i in range(count)]  # None is a batch like any other
 
-    def load(self, index: int) -> dict[str, int]:
-        self.begun[index].set()
+    def _wait(self, event: threading.Event) -> bool:
+        met = event.wait(self.patience)
+        self.patience = self.patience if met else 0.05  # one that does not come need not be waited for again
+        return met
+
+    def load(self, index: int) -> object:
         self.loaded.append(index)
-        if index == self.break_load:
-            raise ValueError(f"{index:05}.jpg cannot be decoded")
-        return {"index": index}
+        self.loader = threading.get_ident()
+        self.begun[index].set()
+        if self.broken and index == self.broken[0]:
+            raise self.broken[1]
+        if self.meet and index and self._wait(self.stepped[index - 1]):
+            self.seen.add(("load", index))
+        if self.interrupt and index > self.interrupt[0]:
+            time.sleep(0.2)  # so that a thread that nobody joins is still at work
+        return self.batches[index]
 
-    def step(self, batch: dict[str, int]) -> None:
-        index = batch["index"]
-        if index == self.break_step:
-            raise KeyboardInterrupt
-        if index + 1 < self.count:
-            # a loop that overlaps begins the next batch by itself; one that does not would keep us waiting
-            self.patient = self.begun[index + 1].wait(_PATIENCE if self.patient else 0.01)
-            self.overlaps += self.patient
-        if index == 0:
-            time.sleep(0.3)  # time enough to run ahead too far
+    def step(self, batch: object) -> None:
+        index = len(self.trained)
+        self.trained.append(self.batches.index(batch) if batch in self.batches else batch)
+        self.step_threads.add(threading.get_ident())
+        if index >= self.count:
+            return
+        self.stepped[index].set()
+        if self.meet and index + 1 < self.count and self._wait(self.begun[index + 1]):
+            self.seen.add(("step", index))
+        if not self.meet and index == 0:
+            self._wait(self.begun[min([self.depth, self.count - 1, *self.broken[:1]])])
+        if not self.meet:
+            time.sleep(0.05 if index else 0.3)  # time enough to run ahead too far, or for a later load to fail
+        if self.interrupt and index == self.interrupt[0]:
+            time.sleep(0.3)  # the thread waits for room by now
+            raise self.interrupt[1]
         self.most_ahead = max(self.most_ahead, len(self.loaded) - index - 1)
-        self.trained.append(index)
+
+    def overlaps(self) -> int:
+        return sum({("step", i), ("load", i + 1)} <= self.seen for i in range(self.count - 1))
 
 
-def _run(answer: Callable, stage: _Stage) -> BaseException | None:
-    """Run the learner's loop in a thread, so that a loop that hangs is told and not waited for."""
-    before, raised = set(threading.enumerate()), []
+def _play(answer: Callable, stage: _Stage) -> _Stage:
+    """Run the learner's loop; whatever it raises is kept, and so are the threads that it leaves behind."""
+    before = set(threading.enumerate())
 
     def call() -> None:
+        stage.caller = threading.get_ident()
         try:
             answer(stage.load, stage.step, stage.count, stage.depth)
         except BaseException as error:
-            raised.append(error)
+            stage.error = error
+        me = threading.current_thread()
+        stage.left = [t for t in threading.enumerate() if t not in before and t is not me and t.is_alive()]
 
-    caller = threading.Thread(target=call, daemon=True)
-    caller.start()
-    caller.join(_LIMIT)
-    expect(
-        not caller.is_alive(),
-        f"Your loop did not come back within {_LIMIT:.0f} s. Does someone wait for a batch that nobody makes, or for "
-        "room that nobody gives back?",
-    )
-    if raised and isinstance(raised[0], NotImplementedError):
-        raise raised[0]
-    deadline = time.monotonic() + _PATIENCE
-    while (left := set(threading.enumerate()) - before) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    expect(
-        not left,
-        "A thread of yours still runs after the loop has ended. Tell it to stop, in a `finally`, also when the step "
-        "raises: it may be waiting for room.",
-    )
-    return raised[0] if raised else None
+    with where(f"With count={stage.count} and depth={stage.depth}"):
+        core.side_by_side(call, seconds=_LIMIT)
+        end = "In a `finally`, tell it to stop, give it room in case it waits for that, and join it."
+        expect(not stage.left, f"a thread of yours still runs when your loop has ended. {end}")
+        expect(
+            stage.step_threads <= {stage.caller},
+            "`step` must run in the thread that called you, and `load` in another one.",
+        )
+    return stage
 
 
-@check("Task 4, a loop that overlaps", seconds=300)
+@check("Task 4, a loop that overlaps", seconds=120)
 def train_overlapped(answer: Callable) -> None:
-    for count, depth in ((8, 1), (12, 3), (1, 2), (0, 2)):
-        stage = _Stage(count, depth)
-        error = _run(answer, stage)
-        if error is not None:
-            raise error
-        everything = list(range(count))
-        expect(sorted(stage.loaded) == everything, f"Of {count} batches, these were loaded: {stage.loaded}.")
-        expect(stage.trained == everything, f"The steps came in the order {stage.trained}; keep that of the batches.")
-        expect(
-            stage.overlaps >= max(0, count - 1),
-            f"Only {stage.overlaps} of {max(0, count - 1)} steps ran while the next batch was being loaded. "
-            "Begin to load before the step, in another thread.",
-        )
-        expect(
-            stage.most_ahead <= depth,
-            f"The loader ran {stage.most_ahead} batches ahead; depth={depth} allows {depth}. Take a slot before you "
-            "load, and give it back when the trainer takes the batch.",
-        )
-    stage = _Stage(8, 2, break_load=3)
-    error = _run(answer, stage)
-    expect(
-        isinstance(error, ValueError) and "00003.jpg" in str(error),
-        "We let batch 3 fail with a ValueError that names the file, and "
-        + (f"your loop raised {error!r}" if error else "your loop ended as if nothing had happened")
-        + ". Catch the error in the thread, hand it over, and raise it in the loop.",
-    )
-    expect(stage.trained == [0, 1, 2], f"Batches 0, 1 and 2 are good; trained: {stage.trained}.")
-    stage = _Stage(8, 2, break_step=2)
-    error = _run(answer, stage)
-    expect(isinstance(error, KeyboardInterrupt), "Ctrl-C during a step must end your loop; do not swallow it.")
+    for (count, depth), meet in itertools.product(((8, 1), (12, 3), (1, 2), (0, 2)), (True, False)):
+        stage = _play(answer, _Stage(count, depth, meet))
+        if stage.error is not None:
+            raise stage.error
+        with where(f"With count={count} and depth={depth}"):
+            _examine_loop(stage)
+    for story, error in (("Ctrl-C", KeyboardInterrupt()), ("a ValueError", ValueError("the loss is nan"))):
+        stage = _play(answer, _Stage(8, 2, meet=False, interrupt=(2, error)))
+        expect(stage.error is error, f"{story} during a step must end your loop with that error; do not swallow it.")
+    broken = ValueError("00003.jpg cannot be decoded")
+    stage = _play(answer, _Stage(8, 4, meet=False, broken=(3, broken)))
+    said = f"your loop raised {stage.error!r}" if stage.error else "your loop ended as if nothing had happened"
+    hand = "Catch the error in the thread, hand it over, and raise it in the loop."
+    expect(stage.error is broken, f"Loading batch 3 raises a ValueError that names its file, and {said}. {hand}")
+    good = "Batches 0, 1 and 2 are good: train on them before you raise the error of batch 3"
+    expect(stage.trained == [0, 1, 2], f"{good}; trained: {stage.trained}.")
+
+
+def _examine_loop(stage: _Stage) -> None:
+    everything, overlaps = list(range(stage.count)), stage.overlaps()
+    expect(sorted(stage.loaded) == everything, f"of {stage.count} batches, these were loaded: {stage.loaded}.")
+    expect(stage.trained == everything, f"the steps had the batches {stage.trained}. Keep their order; 2 was None.")
+    if stage.meet:
+        alone = stage.loader in (None, stage.caller)
+        how = "Begin to load before the step, in another thread." if alone else "Give the slot back before the step."
+        few = f"only {overlaps} of {stage.count - 1} steps ran while the next batch was being loaded. {how}"
+        expect(overlaps >= stage.count - 1, few)
+        return
+    most, wanted = stage.most_ahead, min(stage.depth, max(stage.count - 1, 0))
+    room = "Take a slot before you load, and give it back when the trainer takes the batch."
+    expect(most <= wanted, f"the loader ran {most} batches ahead; {wanted} are allowed. {room}")
+    expect(most == wanted, f"only {most} batches were begun ahead, of {wanted}. Make use of `depth`.")

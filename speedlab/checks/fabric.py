@@ -2,10 +2,15 @@
 
 import contextlib
 import copy
+import functools
+import inspect
+import itertools
 import logging
+import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from unittest.mock import patch
 
 import torch
 from lightning.fabric import Fabric
@@ -15,374 +20,357 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from speedlab import compat, count
-from speedlab.checks import NotYetError, check, expect
+from speedlab.checks.core import apart, check, close, diagnose, distance, expect, fail, number, sequence, where
 
-Batch = tuple[torch.Tensor, torch.Tensor]
+Batches = list[tuple[torch.Tensor, torch.Tensor]]
 for _name in ("lightning.fabric", "lightning.pytorch"):
     logging.getLogger(_name).setLevel(logging.ERROR)  # "Using bfloat16 Automatic Mixed Precision (AMP)"
 
 
+@dataclass(frozen=True)
+class _Task:
+    """A small model with its optimizer and batches, made anew and equal each time."""
+
+    story: str
+    shape: tuple[int, ...]
+    optimizer: Callable[..., torch.optim.Optimizer]
+    sizes: tuple[int, ...] = (8, 8, 8, 8)
+
+    def model(self) -> nn.Module:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(3)
+            body = (nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten())
+            mlp = nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 3))
+            return mlp if len(self.shape) == 1 else nn.Sequential(*body, nn.Linear(4 * 6 * 6, 3))
+
+    def batches(self, seed: int = 0) -> Batches:
+        generator = torch.Generator().manual_seed(seed)
+        drawn = [torch.randn(n, *self.shape, generator=generator) for n in self.sizes]
+        return [(images, torch.randint(3, (len(images),), generator=generator)) for images in drawn]
+
+    def loader(self, seed: int = 0) -> DataLoader:
+        images, labels = (torch.cat(parts) for parts in zip(*self.batches(seed), strict=True))
+        return DataLoader(TensorDataset(images, labels), 8, shuffle=True, generator=torch.Generator().manual_seed(1))
+
+
+_SGD = functools.partial(torch.optim.SGD, lr=0.5)
+_MLP = _Task("an MLP with momentum", (6,), functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9))
+_CNN = _Task("convolutions with batch norm", (1, 8, 8), functools.partial(torch.optim.Adam, lr=0.01))
+
+
 class _Watched(Fabric):
-    """A Fabric on one CPU process that notes what is asked of it, and what a group of processes would do."""
+    """A Fabric on one CPU process that notes what goes past it, and what a group of processes would send.
 
-    def __init__(self, **options):
-        super().__init__(accelerator="cpu", devices=1, **options)
-        self.calls: list[str] = []
-        self.synchronised = 0
-        self.holding = self.held_in_forward = False
+    `log` holds ("forward", held, images), ("backward", held), ("clip",), ("step",); held: inside `no_backward_sync`.
+    """
 
-    def setup(self, *args, **options):
-        self.calls += ["setup_module", "setup_optimizers"]
-        return super().setup(*args, **options)
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, loader: DataLoader | None, scaled: bool = False
+    ):
+        # with a scaler of its own, 16-mixed works on a CPU too
+        scaler = MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=2.0**10))
+        super().__init__(accelerator="cpu", devices=1, plugins=scaler if scaled else None)
+        self.log, self.past, self.inside, self.held, self.loader = [], set(), [], False, loader
+        model.register_forward_pre_hook(lambda _, inputs: self._note("model", "forward", self.held, len(inputs[0])))
+        model[0].weight.register_post_accumulate_grad_hook(lambda _: self._note("backward"))
+        optimizer.register_step_pre_hook(lambda *_: self._note("optimizer", "step"))
 
-    def setup_module(self, module, **options):
-        self.calls.append("setup_module")
-        return super().setup_module(module, **options)
+    def _note(self, name: str, *entry) -> None:
+        self.past |= set() if name in self.inside else {name}
+        self.log += [entry] if entry else []
 
-    def setup_optimizers(self, *optimizers):
-        self.calls.append("setup_optimizers")
-        return super().setup_optimizers(*optimizers)
+    def _through(self, name: str, call: Callable) -> Callable:
+        def through(*args, **options):
+            self.inside.append(name)
+            try:
+                return call(*args, **options)
+            finally:
+                self.inside.remove(name)
+
+        return through
+
+    def setup_module(self, module, *args, **options):
+        wrapped = super().setup_module(module, *args, **options)
+        wrapped.register_forward_pre_hook(lambda *_: self.inside.append("model"))
+        wrapped.register_forward_hook(lambda *_: self.inside.remove("model"))
+        return wrapped
+
+    def setup_optimizers(self, optimizer):
+        wrapped = super().setup_optimizers(optimizer)
+        wrapped.step = self._through("optimizer", wrapped.step)
+        return wrapped
+
+    def setup(self, module, *optimizers, **options):
+        module = self.setup_module(module)
+        return (module, *map(self.setup_optimizers, optimizers)) if optimizers else module
 
     def setup_dataloaders(self, *loaders, **options):
-        self.calls.append("setup_dataloaders")
-        return super().setup_dataloaders(*loaders, **options)
+        return super().setup_dataloaders(self.loader, **options)  # the one that was handed out is a decoy
 
     def backward(self, tensor, *args, **options):
-        self.calls.append("backward")
-        self.synchronised += not self.holding
-        expect(
-            self.holding == self.held_in_forward,
-            "Forward and backward of a micro-batch must both run inside `no_backward_sync`, or both outside of it: "
-            "DDP decides in forward whether it will synchronise.",
-        )
-        return super().backward(tensor, *args, **options)
+        self.log.append(("backward", self.held))
+        return self._through("backward", super().backward)(tensor, *args, **options)
 
     def clip_gradients(self, *args, **options):
-        self.calls.append("clip_gradients")
+        self.log.append(("clip",))
         return super().clip_gradients(*args, **options)
 
     @contextlib.contextmanager
     def no_backward_sync(self, module, enabled=True):
-        self.calls.append("no_backward_sync")
-        before, self.holding = self.holding, enabled
+        before, self.held = self.held, bool(enabled)
         try:
             with super().no_backward_sync(module, enabled):
                 yield
         finally:
-            self.holding = before
+            self.held = before
 
-    def note_forward(self, *_) -> None:
-        self.held_in_forward = self.holding
-
-
-@dataclass(frozen=True)
-class _Task:
-    """A small model with its optimizer and batches, made anew and equal each time `parts` is called."""
-
-    story: str
-    layers: Callable[[], nn.Module]
-    optimizer: Callable[..., torch.optim.Optimizer]
-    sizes: tuple[int, ...] = (8, 8, 8, 8)
-    shape: tuple[int, ...] = (6,)
-    options: dict = field(default_factory=dict)
-
-    def parts(self) -> tuple[nn.Module, torch.optim.Optimizer, list[Batch]]:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(len(self.story))
-            model = self.layers()
-            batches = [(torch.randn(n, *self.shape), torch.randint(3, (n,))) for n in self.sizes]
-        return model, self.optimizer(model.parameters(), **self.options), batches
+    def expect_all_through(self) -> None:
+        for name, hint in _PAST.items():
+            expect(name not in self.past, hint)
 
 
-def _mlp() -> nn.Module:
-    return nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 3))
+_PAST = {
+    "model": "You call the bare model, which knows nothing of precision. Call what `setup_module` returns.",
+    "backward": "A backward goes past Fabric. Call `fabric.backward(loss)`, which scales the loss in 16-mixed.",
+    "optimizer": "You step the bare optimizer, wrong with a scaled loss. Step what `setup_optimizers` returns.",
+}
 
 
-def _convolutions() -> nn.Module:
-    body = (nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten())
-    return nn.Sequential(*body, nn.Linear(4 * 6 * 6, 3))
-
-
-_MLP = _Task("an MLP with momentum", _mlp, torch.optim.SGD, options={"lr": 0.1, "momentum": 0.9})
-_CNN = _Task("convolutions, batch norm, Adam", _convolutions, torch.optim.Adam, shape=(1, 8, 8), options={"lr": 0.01})
+@contextlib.contextmanager
+def _affordable() -> Iterator[None]:
+    with compat.half_products(), warnings.catch_warnings(action="ignore"):
+        yield
 
 
 # --- Task 1 ---------------------------------------------------------------------------------------------------------
 
 
-def _loader(batches: Sequence[Batch]) -> DataLoader:
-    images, labels = (torch.cat(parts) for parts in zip(*batches, strict=True))
-    generator = torch.Generator().manual_seed(1)
-    return DataLoader(TensorDataset(images, labels), 8, shuffle=True, generator=generator)
-
-
-def _plain(model: nn.Module, optimizer: torch.optim.Optimizer, loader: DataLoader) -> list[float]:
-    model.train()
-    losses = []
-    for images, labels in loader:
+def _plain(task: _Task, seed: int = 0, zero: bool = True, step: bool = True, train: bool = True):
+    """The losses and the model after an epoch in plain PyTorch, or with one of the usual mistakes."""
+    model, losses = task.model().train(train), []
+    optimizer = task.optimizer(model.parameters())
+    for images, labels in task.loader(seed):
         loss = F.cross_entropy(model(images), labels)
-        optimizer.zero_grad()
+        if zero:
+            optimizer.zero_grad()
         loss.backward()
-        optimizer.step()
+        if step:
+            optimizer.step()
         losses.append(loss.item())
-    return losses
+    return losses, model
 
 
-@check("Task 1, the conversion", seconds=300)
-def train(answer: Callable[..., list[float]]) -> None:
-    for task in (_MLP, _CNN):
-        losses, model, fabric = _trained(answer, task, "32-true")
-        plain, optimizer, batches = task.parts()
-        wanted = _plain(plain, optimizer, _loader(batches))
-        expect(isinstance(losses, list), f"Return the list of losses, one a step, not {type(losses).__name__}.")
-        expect(
-            len(losses) == len(wanted),
-            f"For {task.story}: {len(losses)} losses for {len(wanted)} steps. Append one each step, and return "
-            "them all.",
-        )
-        for number, (got, right) in enumerate(zip(losses, wanted, strict=True), start=1):
-            expect(
-                float(got) == right,
-                f"For {task.story}, the loss of step {number} is {float(got):.6f}, in plain PyTorch "
-                f"{right:.6f}; they must "
-                f"be equal to the bit. {_why_not_equal(number, fabric)}",
-            )
-        same = all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
-        expect(same, f"For {task.story} the losses are equal, but not the weights at the end: is the last step made?")
-        for call in ("setup_module", "setup_optimizers", "setup_dataloaders", "backward"):
-            expect(call in fabric.calls, _MISSING[call])
-        expect(fabric.calls.count("backward") == len(wanted), "Call `fabric.backward(loss)` exactly once a step.")
-    mixed = _trained(answer, _MLP, "bf16-mixed")[0]
-    expect(
-        [float(x) for x in mixed] != _trained(answer, _MLP, "32-true")[0],
-        "With precision='bf16-mixed' your losses do not change by a bit: the model that you call is the bare "
-        "one. Use what `setup_module` returns.",
-    )
-
-
-_MISSING = {
-    "setup_module": "The losses are right, but the model was not set up: `model = fabric.setup_module(model)`. On "
-    "another device or in another precision this would fail.",
-    "setup_optimizers": "The losses are right, but the optimizer was not set up: "
-    "`fabric.setup_optimizers(optimizer)`. With a loss scaler or sharded state its step would be wrong.",
-    "setup_dataloaders": "The losses are right, but the loader was not set up: "
-    "`fabric.setup_dataloaders(train_loader)`. Every process would train on the same images.",
-    "backward": "The losses are right, but `loss.backward()` goes past Fabric: call `fabric.backward(loss)`. "
-    "Without it a loss is not scaled in 16-mixed.",
+_DECOY = 9
+_MISTAKES = {
+    "You iterate over the loader as it came; with several processes, all would train on the same images. Use what "
+    "`fabric.setup_dataloaders(train_loader)` returns.": {"seed": _DECOY},
+    "Batch norm works in train mode only: call `model.train()`, as `train_plain` does.": {"train": False},
+    "Gradients are not zeroed: each step adds to those of the steps before.": {"zero": False},
+    "The weights never move: is the optimizer stepped?": {"step": False},
 }
 
 
-def _trained(answer: Callable, task: _Task, precision: str) -> tuple[list[float], nn.Module, _Watched]:
-    fabric = _Watched(precision=precision)
-    model, optimizer, batches = task.parts()
-    with compat.half_products(), _quiet():
-        return answer(fabric, model, optimizer, _loader(batches)), model, fabric
+@check("Task 1, the conversion")
+def train(answer: Callable[..., list[float]]) -> None:
+    for task in (_MLP, _CNN):
+        model, (wanted, plain) = task.model().eval(), _plain(task)
+        optimizer = task.optimizer(model.parameters())
+        fabric = _Watched(model, optimizer, task.loader())
+        found = answer(fabric, model, optimizer, task.loader(_DECOY))
+        with where(f"For {task.story}"):
+            losses = [number(loss) for loss in sequence(found, "the losses, one for each step,", len(wanted))]
+            if losses != wanted:
+                step = next(i for i, (got, right) in enumerate(zip(losses, wanted, strict=True)) if got != right)
+                got, right = apart(losses[step], wanted[step], least=6)
+                candidates = {hint: functools.partial(_losses, task, **fault) for hint, fault in _MISTAKES.items()}
+                why = diagnose(losses, candidates, "Is the order of the batches, or anything before it, another one?")
+                why = (
+                    why if ("backward", False) in fabric.log else "No gradient was computed: `fabric.backward(loss)`."
+                )
+                fail(f"the loss of step {step + 1} is {got}, in plain PyTorch {right}, to the bit. {why}")
+            expect(distance(model, plain) == 0, "the losses are equal, but not the weights: is the last step made?")
+            fabric.expect_all_through()
 
 
-def _why_not_equal(number: int, fabric: _Watched) -> str:
-    if number == 1:
-        return (
-            "The first loss comes from the first batch and the weights as given, in train mode: is `model.train()` "
-            "called, and is nothing shuffled or changed before?"
-        )
-    if "backward" not in fabric.calls:
-        return "No gradient was computed: call `fabric.backward(loss)`."
-    return (
-        "The first step differs: are gradients zeroed before backward, and is the optimizer stepped, in train mode?"
-    )
+def _losses(task: _Task, **fault) -> list[float]:
+    return _plain(task, **fault)[0]
 
 
 # --- Task 2 ---------------------------------------------------------------------------------------------------------
 
 
-@check("Task 2, one word of precision", seconds=300)
+@check("Task 2, one word of precision")
 def mixed_fabric(answer: Callable[[], Fabric]) -> None:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    asked, begin = [], Fabric.__init__
+
+    def noting(self, *args, **options):
+        asked.append(inspect.signature(begin).bind(self, *args, **options).arguments.get("precision"))
+        begin(self, *args, **options)
+
+    with _affordable(), patch.object(Fabric, "__init__", noting):
         fabric = answer()
+    expect(fabric is not None, "Nothing came back. Does your function return the Fabric object?")
     expect(isinstance(fabric, Fabric), f"Return a Fabric object, not {type(fabric).__name__}.")
-    turned = any("AMP with fp16" in str(warning.message) for warning in caught)
-    expect(not turned, "You asked for 16-mixed; on a CPU Fabric turns that into bf16-mixed. Ask for what you mean.")
-    with compat.half_products(), _quiet():
-        before = _kept(Fabric(accelerator=fabric.device.type, devices=1))
-        kept = _kept(fabric)
-    dtypes, product, size = kept
-    expect(
-        dtypes == {torch.float32},
-        f"The weights are in {_names(dtypes)}: with '-true' they leave fp32, and small updates get lost (unit 9.1). "
-        "Here they are to stay in fp32.",
+    turned = (
+        "You asked for 16-mixed, which is fp16; on a CPU Fabric turns that into bf16-mixed. Ask for what you mean."
     )
-    expect(
-        product == torch.bfloat16,
-        f"The products run in {count.dtype_name(product)}, and the counter finds {size:,} bytes kept for "
-        f"backward where fp32 keeps {before[2]:,}. Which word of `precision` gives bf16 products and fp32 weights?",
-    )
-    expect(size < before[2], f"The counter finds {size:,} bytes kept for backward, in fp32 {before[2]:,}: not fewer.")
+    expect(str(asked[-1:]) not in ("[16]", "['16']", "['16-mixed']"), turned)
+    expect(fabric.world_size == 1, f"Your Fabric is for {fabric.world_size} processes; make it for one: `devices=1`.")
+    with _affordable():
+        _, _, before = _kept(Fabric(accelerator=fabric.device.type, devices=1))
+        weights, product, kept = _kept(fabric)
+    lost = "with '-true' they leave fp32, and small updates get lost (unit 9.1). Here they are to stay in fp32."
+    expect(weights == torch.float32, f"The weights are in {count.dtype_name(weights)}: {lost}")
+    counted = f"the counter finds {kept:,} bytes kept for backward, in fp32 {before:,}"
+    which = "Which word of `precision` gives bf16 products and fp32 weights?"
+    expect(product == torch.bfloat16, f"The products run in {count.dtype_name(product)}, and {counted}. {which}")
+    expect(kept < before, f"The products run in bf16, but {counted}: not fewer.")
 
 
-def _kept(fabric: Fabric) -> tuple[set[torch.dtype], torch.dtype, int]:
-    """The dtypes of the weights, the dtype of a product, and the bytes kept for backward, under this Fabric."""
-    dtypes: list[torch.dtype] = []
-    model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
-    model[0].register_forward_hook(lambda module, inputs, output: dtypes.append(output.dtype))
-    wrapped = fabric.setup_module(model)
-    inputs = torch.randn(512, 64, device=fabric.device)
+def _kept(fabric: Fabric) -> tuple[torch.dtype, torch.dtype, int]:
+    """The dtype of the weights, the dtype of a product, and the bytes kept for backward, under this Fabric."""
+    model, products = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)), []
+    model[0].register_forward_hook(lambda module, inputs, output: products.append(output.dtype))
+    wrapped, inputs = fabric.setup_module(model), torch.randn(512, 64, device=fabric.device)
     saved = count.saved_bytes(lambda: wrapped(inputs), wrapped)
-    return {p.dtype for p in model.parameters()}, dtypes[0], saved.bytes
+    return model[0].weight.dtype, products[0], saved.bytes
 
 
-def _names(dtypes: set[torch.dtype]) -> str:
-    return ", ".join(sorted(count.dtype_name(dtype) for dtype in dtypes))
+# --- Tasks 3 and 4: steps on groups of micro-batches ----------------------------------------------------------------
 
 
-# --- Task 3 ---------------------------------------------------------------------------------------------------------
-
-_SGD = {"lr": 0.5}
-# sizes of the micro-batches, and how many make a step
-_GROUPS = [((8, 8, 8, 8), 2), ((8, 8, 8, 8, 8), 2), ((8, 8, 8, 3), 4), ((6,), 4), ((8, 8, 8), 1)]
-
-
-@check("Task 3, accumulation", seconds=300)
-def accumulate(answer: Callable[..., object]) -> None:
-    for sizes, steps in _GROUPS:
-        task = _Task("an MLP with SGD", _mlp, torch.optim.SGD, sizes=sizes, options=_SGD)
-        got, fabric, batches = _set_up(task)
-        with _quiet():
-            answer(fabric, got[0], got[1], batches, steps)
-        here = f"With micro-batches of {', '.join(map(str, sizes))} images and accumulate_steps={steps}"
-        groups = [batches[i : i + steps] for i in range(0, len(batches), steps)]
-        expect("backward" in fabric.calls, f"{here}: no gradient was computed with `fabric.backward`.")
-        distance = _distance(got[0], task, groups)
-        expect(distance < 1e-5, f"{here}, {_why_not_accumulated(got[0], task, batches, steps, distance)}")
-        expect(
-            fabric.synchronised == len(groups),
-            f"{here} the weights are right, but gradients are synchronised in {fabric.synchronised} backward "
-            "passes for "
-            f"{len(groups)} steps. Only the last micro-batch of a group, also of a short one, needs it: run the "
-            "others inside `fabric.no_backward_sync(model, enabled=...)`.",
-        )
-
-
-def _set_up(task: _Task, **options) -> tuple[tuple[nn.Module, torch.optim.Optimizer], _Watched, list[Batch]]:
-    fabric = _Watched(**options)
-    model, optimizer, batches = task.parts()
-    model.register_forward_pre_hook(fabric.note_forward)
-    return (fabric.setup_module(model), fabric.setup_optimizers(optimizer)), fabric, batches
-
-
-def _stepped(task: _Task, groups: Sequence[Sequence[Batch]], weigh: str = "images", max_norm: float | None = None):
-    """The weights after one step a group, each micro-batch weighed by its images (right) or in one of the "
-    "wrong ways."""
-    model, optimizer, _ = task.parts()
-    norms = []
+def _steps(task: _Task, groups: list[Batches], weigh="images", clip: Callable | None = None, zero: bool = True):
+    """The model after one step per group, and the norms before clipping; `weigh` names how losses are scaled."""
+    model, norms, full = task.model(), [], max(map(len, groups))
+    optimizer = task.optimizer(model.parameters())
     for group in groups:
-        optimizer.zero_grad()
         total = sum(len(labels) for _, labels in group)
+        if zero:
+            optimizer.zero_grad()
         for images, labels in group:
-            share = {"images": len(labels) / total, "equally": 1 / len(group), "not": 1.0}[weigh]
+            share = {"images": len(labels) / total, "equally": 1 / len(group), "full": 1 / full, "not": 1.0}[weigh]
             (F.cross_entropy(model(images), labels) * share).backward()
-        if max_norm is not None:
-            norms.append(nn.utils.clip_grad_norm_(model.parameters(), max_norm).item())
+        norms.append(nn.utils.get_total_norm([p.grad for p in model.parameters()]).item())
+        if clip:
+            clip(model.parameters())
         optimizer.step()
     return model, norms
 
 
-def _gap(one: nn.Module, other: nn.Module) -> float:
-    pairs = zip(one.parameters(), other.parameters(), strict=True)
-    return max((a.detach() - b.detach()).abs().max().item() for a, b in pairs)
+def _stepped(answer: Callable, task: _Task, lists: list[Batches], last: float, scaled: bool = False):
+    """Call an answer once per list of batches, on one model: what it returns, the model, and what was noted."""
+    model = task.model()
+    optimizer = task.optimizer(model.parameters())
+    fabric = _Watched(model, optimizer, None, scaled)
+    with _affordable():
+        given = fabric.setup_module(model), fabric.setup_optimizers(optimizer)
+        return [answer(fabric, *given, copy.deepcopy(batches), last) for batches in lists], model, fabric
 
 
-def _distance(model: nn.Module, task: _Task, groups: Sequence[Sequence[Batch]]) -> float:
-    return _gap(model, _stepped(task, groups)[0])
+def _why_not(model: nn.Module, task: _Task, faults: dict[str, tuple], otherwise: str) -> str:
+    """`faults` maps each hint to the arguments of `_steps` with which it is made."""
+    moved, still = distance(model, task.model()), "the weights have not moved: is `optimizer.step()` called?"
+    runs = {hint: functools.partial(lambda fault: _steps(task, *fault)[0], fault) for hint, fault in faults.items()}
+    ends = {still: moved == 0, "there is nan among the weights.": moved == math.inf}
+    return diagnose(model, {**ends, **runs}, otherwise)
 
 
-def _why_not_accumulated(model, task: _Task, batches: list[Batch], steps: int, distance: float) -> str:
-    groups = [batches[i : i + steps] for i in range(0, len(batches), steps)]
-    first_alone = [batches[:1], *(batches[i : i + steps] for i in range(1, len(batches), steps))]
-    whole = [group for group in groups if len(group) == steps]
-    short = [[*group, *group[:0]] for group in groups]
-    if _gap(model, _stepped(task, groups, "not")[0]) < 1e-5:
-        return "your gradients are the sum over the micro-batches, not their mean: scale each loss by its share."
-    if _gap(model, _stepped(task, short, "equally")[0]) < 1e-5:
-        return (
-            "you weigh every micro-batch equally, but the last one has fewer images: a mean of means. Weigh "
-            "each loss by its share of the group's images."
-        )
-    if whole != groups and _gap(model, _stepped(task, whole)[0]) < 1e-5:
-        return "the micro-batches at the end, which do not fill a group, make no step. They are to make one too."
-    if _gap(model, _stepped(task, first_alone)[0]) < 1e-5:
-        return "your first step comes after one micro-batch: `i % accumulate_steps == 0` is true for i = 0 already."
-    if _gap(model, _stepped(task, [[batch] for batch in batches])[0]) < 1e-5:
-        return "you make a step after every micro-batch: step and zero the gradients once a group."
-    if _gap(model, task.parts()[0]) == 0:
-        return "the weights have not moved: is `optimizer.step()` called?"
-    return (
-        f"the weights are {distance:.2g} away from those of steps on whole groups. Is each loss scaled by its "
-        "share of the group's images (a short group too), and are the gradients zeroed once a group?"
-    )
+def _expect_each_on_its_own(fabric: _Watched, groups: list[Batches]) -> list[bool]:
+    """One forward and one backward for each micro-batch, both held back or neither; says which were held back."""
+    wanted = [len(labels) for group in groups for _, labels in group]
+    forwards = [entry for entry in fabric.log if entry[0] == "forward"]
+    backwards = [entry[1] for entry in fabric.log if entry[0] == "backward"]
+    sizes = [images for *_, images in forwards]
+    own = "each micro-batch has a forward and a backward of its own, which is what saves memory. You make"
+    made = f"{own} forwards of {sizes} images and {len(backwards)} backwards, for micro-batches of {wanted}."
+    expect(sizes == wanted and len(backwards) == len(wanted), made)
+    torn = "forward and backward of a micro-batch both belong inside `no_backward_sync`: DDP decides in forward."
+    expect([held for _, held, _ in forwards] == backwards, torn)
+    return backwards
 
 
-# --- Task 4 ---------------------------------------------------------------------------------------------------------
+# sizes of the micro-batches, and how many make a step
+_GROUPS = ((4 * [8], 2), (5 * [8], 2), ([8, 8, 8, 3], 4), ([8, 5, 8, 8, 3], 3), ([6], 4), (3 * [8], 1))
 
 
-@check("Task 4, clipping", seconds=300)
+@check("Task 3, accumulation")
+def accumulate(answer: Callable[..., object]) -> None:
+    for sizes, steps in _GROUPS:
+        task = _Task("an MLP", (6,), _SGD, sizes)
+        lists = [task.batches(seed) for seed in range(2)]
+        _, model, fabric = _stepped(answer, task, lists, steps)
+        groups = [batches[i : i + steps] for batches in lists for i in range(0, len(batches), steps)]
+        with where(f"With micro-batches of {', '.join(map(str, sizes))} images and accumulate_steps={steps}"):
+            fabric.expect_all_through()
+            if not close(model, _steps(task, groups)[0]):
+                fail(_why_not_accumulated(model, task, lists, groups, steps))
+            sent = [not held for held in _expect_each_on_its_own(fabric, groups)]
+            first, last = ([i == (len(g) - 1 if end else 0) for g in groups for i in range(len(g))] for end in (0, 1))
+            turned = "the first backward of each group: then what follows is never sent"
+            which = turned if sent == first else f"{sum(sent)} backward passes for {len(groups)} steps"
+            rule = "Only the last of a group, also of a short one, needs it: `no_backward_sync(model, enabled=...)`."
+            expect(sent == last, f"the weights are right, but gradients are synchronised in {which}. {rule}")
+
+
+def _why_not_accumulated(model: nn.Module, task: _Task, lists: list, groups: list[Batches], steps: int) -> str:
+    full = [group for group in groups if len(group) == steps]
+    alone = [[batch] for group in groups for batch in group]
+    firsts = [part for b in lists for part in (b[:1], *(b[i : i + steps] for i in range(1, len(b), steps)))]
+    faults = {
+        "your gradients are the sum over the micro-batches, not their mean: scale each loss.": (groups, "not"),
+        "you weigh every micro-batch equally, but one has fewer images: a mean of means.": (groups, "equally"),
+        "a short group is divided by accumulate_steps: count what is in it.": (groups, "full"),
+        "the gradients are not zeroed between steps.": (groups, "images", None, False),
+        "you make a step after every micro-batch: step once per group.": (alone, "images"),
+        "you make a step after every micro-batch, on a sum.": (alone, "not"),
+        "your first step comes after one micro-batch: `i % n == 0` is true for i = 0.": (firsts, "images"),
+    }
+    if full and full != groups:
+        faults["the micro-batches at the end, which do not fill a group, make no step."] = (full, "images")
+    rule = "Scale each loss by its share of its group's images, zero the gradients once per group, step once."
+    return _why_not(model, task, faults, f"the weights are not those of steps on whole groups. {rule}")
+
+
+@check("Task 4, clipping")
 def clipped_step(answer: Callable[..., float]) -> None:
     for sizes, max_norm in (((8, 8), 0.05), ((8, 8, 8), 0.2), ((8,), 100.0)):
-        task = _Task("an MLP with SGD", _mlp, torch.optim.SGD, sizes=sizes, options=_SGD)
-        here = f"With {len(sizes)} micro-batches and max_norm={max_norm:g}"
-        got, fabric, batches = _set_up(task)
-        with _quiet():
-            norm = answer(fabric, got[0], got[1], batches, max_norm)
-        wanted, (right,) = _stepped(task, [batches], max_norm=max_norm)
-        unclipped, _ = _stepped(task, [batches])
-        expect(norm is not None, f"{here}: return the norm of the gradients before clipping.")
-        if _gap(got[0], wanted) > 1e-5:
-            raise NotYetError(f"{here}, {_why_not_clipped(got[0], unclipped, right, max_norm)}")
-        expect(
-            abs(float(norm) - right) <= 1e-4 * right,
-            f"{here} you return {float(norm):.4g}; the norm of all gradients before clipping is {right:.4g}. "
-            "`fabric.clip_gradients(..., max_norm=...)` returns it. Is the loss the mean over all micro-batches?",
-        )
-    for right, norm, distance, calls in _scaled(answer):
-        expect(
-            abs(norm - right) <= 0.05 * right and distance < 1e-3,
-            f"In 16-mixed the loss is scaled, and the gradients with it: you find a norm of {norm:.4g}, but it "
-            f"is {right:.4g}. "
-            + (
-                "Is the clipping called after the last backward?"
-                if "clip_gradients" in calls
-                else "`nn.utils.clip_grad_norm_` does not know the scale; `fabric.clip_gradients` unscales first."
-            ),
-        )
-        expect("clip_gradients" in calls, "Clip with `fabric.clip_gradients`, which also knows sharded gradients.")
+        task = _Task("an MLP", (6,), _SGD, sizes)
+        groups = [task.batches(seed) for seed in range(2)]
+        returned, model, fabric = _stepped(answer, task, groups, max_norm)
+        by_norm = functools.partial(nn.utils.clip_grad_norm_, max_norm=max_norm)
+        wanted, norms = _steps(task, groups, clip=by_norm)
+        with where(f"With {len(sizes)} micro-batches and max_norm={max_norm:g}, called twice"):
+            fabric.expect_all_through()
+            by_value = functools.partial(nn.utils.clip_grad_value_, clip_value=max_norm)
+            faults = {
+                "the gradients were not clipped: clip after the last backward, before `step`.": (groups,),
+                "you clip each gradient by itself: give `max_norm`, not `clip_val`.": (groups, "equally", by_value),
+                "gradients of the first step are still there: zero them.": (groups, "equally", by_norm, False),
+                "your gradients are the sum, not the mean over all micro-batches.": (groups, "not", by_norm),
+            }
+            rule = "Add up the gradients of all micro-batches, clip them once, by norm, then step once."
+            if not close(model, wanted):
+                fail(_why_not(model, task, faults, f"the weights are not those of steps clipped once. {rule}"))
+            _expect_each_on_its_own(fabric, groups)
+            pairs = itertools.pairwise(entry for entry in fabric.log if entry[0] in ("backward", "step"))
+            sent = all(before == ("backward", False) for before, after in pairs if after == ("step",))
+            expect(sent, "the last backward is inside `no_backward_sync`: the gradients are never sent.")
+            _, sums = _steps(task, groups, "not", by_norm)
+            for got, norm, of_sum in zip(returned, norms, sums, strict=True):
+                texts = apart(number(got, "the norm before clipping"), norm)
+                hints = {"That is the norm of the sum, not of the mean: scale each loss.": of_sum}
+                why = diagnose(number(got), hints, "`fabric.clip_gradients(..., max_norm=...)` returns it.")
+                said = f"you return {texts[0]}; the norm of all gradients before clipping is {texts[1]}. {why}"
+                expect(close(number(got), norm, 1e-4), said)
+    _examine_scaled(answer)
 
 
-def _scaled(answer: Callable[..., float]) -> Iterator[tuple[float, float, float, list[str]]]:
-    """One clipped step with a scaled loss: the right norm, the one returned, how far the weights are off, the "
-    "calls."""
-    task = _Task("an MLP with SGD", _mlp, torch.optim.SGD, sizes=(8, 8), options=_SGD)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    got, fabric, batches = _set_up(task, plugins=MixedPrecision("16-mixed", "cpu", scaler=scaler))
-    with compat.half_products(), _quiet():
-        norm = float(answer(fabric, got[0], got[1], copy.deepcopy(batches), 0.05))
-    wanted, (right,) = _stepped(task, [batches], max_norm=0.05)
-    yield right, norm, _gap(got[0], wanted), fabric.calls
-
-
-def _why_not_clipped(model: nn.Module, unclipped: nn.Module, norm: float, max_norm: float) -> str:
-    if norm > max_norm and _gap(model, unclipped) < 1e-5:
-        return "the gradients were not clipped before the step. Clip after the last backward and before `step`."
-    if norm <= max_norm:
-        return "nothing needs clipping, and yet the step differs: is it the mean over all images, made once?"
-    return (
-        "the weights differ from those of one step, clipped once. All gradients together have the norm "
-        f"{norm:.3g}: add up "
-        "those of all micro-batches, then clip by norm (`max_norm`, not `clip_val`), then step."
-    )
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+def _examine_scaled(answer: Callable[..., float]) -> None:
+    """A step with a scaled loss, where only Fabric knows the true gradients."""
+    task = _Task("an MLP", (6,), _SGD, (8, 8))
+    [got], model, fabric = _stepped(answer, task, [task.batches()], 0.05, scaled=True)
+    wanted, [norm] = _steps(task, [task.batches()], clip=functools.partial(nn.utils.clip_grad_norm_, max_norm=0.05))
+    said = f"In 16-mixed the loss is scaled, and the gradients with it: you find a norm of {number(got):.4g}, not"
+    why = "`nn.utils.clip_grad_norm_` does not know the scale; `fabric.clip_gradients` unscales first."
+    expect(close(number(got), norm, 0.05) and distance(model, wanted) < 1e-3, f"{said} {norm:.4g}. {why}")
+    expect(("clip",) in fabric.log, "Clip with `fabric.clip_gradients`, which also knows sharded gradients.")

@@ -158,7 +158,7 @@ def _recorded(answer: Callable, micro_batches: list[MicroBatch], accumulate_step
 
     optimizer = torch.optim.SGD(model.parameters(), lr=_RATE)
     model.register_forward_hook(forward)
-    optimizer.register_step_pre_hook(step)
+    optimizer.register_step_post_hook(step)  # after the closure, if there is one
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda box: box()):
         run.returned = answer(model, optimizer, copy.deepcopy(micro_batches), accumulate_steps)
     return start, run
@@ -207,6 +207,7 @@ def _why_gradient(
     every, padded = _targets(group), sum(targets.numel() for _, targets in group)
     means = "It is a mean of means, in which tokens of short micro-batches weigh more. Sum the losses of the tokens, "
     hints = {
+        "Nothing is new in it: train the model that you are given.": _same(got, before) or not bool(got.any()),
         "The gradient of before is in it: zero_grad before the first backward, and after each step.": wanted + before,
         means + "and divide by the number of targets in the whole group.": [1 / (size * n) for n in own],
         "It is a mean of means, and this group is smaller than accumulate_steps.": [1 / (most * n) for n in own],
@@ -217,7 +218,7 @@ def _why_gradient(
         + [1 / every],
         "Only the first micro-batch is in it.": [1 / every] + [0] * (size - 1),
     }
-    found = {hint: w if isinstance(w, torch.Tensor) else _gradient(model, group, w) for hint, w in hints.items()}
+    found = {hint: _gradient(model, group, w) if isinstance(w, list) else w for hint, w in hints.items()}
     return diagnose(got, found, "Sum the losses of the whole group, and divide by its number of targets.", _same)
 
 
@@ -322,7 +323,7 @@ def run_blocks(answer: Callable[[nn.Sequential, torch.Tensor, Collection[int]], 
             alike = out.value.shape == wanted.value.shape and close(out.value, wanted.value, absolute=1e-5)
             expect(alike, "the output differs from that of the blocks, each run on the output of the one before.")
             lost = [name for name, gradient in out.gradients.items() if gradient is None]
-            old = "The old variant loses them where the input needs none: write use_reentrant=False."
+            old = "Write use_reentrant=False: the old variant loses them where the input needs none. So does no_grad."
             cause = old if chosen else "Does a no_grad or a detach cut them off?"
             expect(not lost, f"{len(lost)} of {len(out.gradients)} parameters get no gradient. {cause}")
             if not _same(out.gradients, wanted.gradients):

@@ -1,51 +1,62 @@
-"""The checks of exercise 3, multi-GPU: a loop turned into DDP, and five mistakes mended in a multi-process script.
+"""The checks of exercise 3, multi-GPU: a loop turned into DDP, five mistakes mended, a checkpoint in parts.
 
-The answers' sources run on two processes, started by `multi_gpu_ranks.py` through `speedlab.launch` with a timeout.
+Answers run on three real processes, which write down what the model reads and what they send. It is judged against
+the training of one process, and against simulated faults.
 """
 
-import inspect
-import json
-import re
+import atexit
+import functools
 import tempfile
-import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, RandomSampler
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSampler
 
-from speedlab import launch
-from speedlab.checks import NotYetError, check, expect
+from speedlab.checks.core import (
+    check,
+    close,
+    diagnose,
+    distance,
+    expect,
+    fail,
+    number,
+    on_ranks,
+    sequence,
+    where,
+    whole,
+)
 
-_SCRIPT = Path(__file__).with_name("multi_gpu_ranks.py")
-_RANKS = 2
-_PATIENCE = 15.0
+RANKS = 3
+_near = functools.partial(close, relative=1e-4)
 
 
 class Rows(Dataset):
-    """So many rows of 6 features with a label; `read` notes, in order, which of them were asked for."""
+    """So many rows of 6 features with a label."""
 
     def __init__(self, count: int, seed: int):
         generator = torch.Generator().manual_seed(seed)
         self.inputs = torch.randn(count, 6, generator=generator)
         self.labels = (self.inputs.sum(dim=1) > 0).long()
-        self.read: list[int] = []
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        if not 0 <= index < len(self):
-            raise IndexError(index)
-        self.read.append(int(index))
         return self.inputs[index], self.labels[index]
 
 
-def make_model(seed: int) -> nn.Module:
+def make_model(seed: int, width: int = 8) -> nn.Module:
     """A small classifier: rows (B, 6) in, logits (B, 2) out."""
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
+    return nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, 2))
 
 
 def train(model: nn.Module, rows: Dataset, epochs: int, batch: int, accumulate_steps: int, lr: float) -> nn.Module:
@@ -64,114 +75,395 @@ def train(model: nn.Module, rows: Dataset, epochs: int, batch: int, accumulate_s
     return model
 
 
-def on_ranks(answers: Sequence[tuple[str, str, str]], timeout: float = 240.0) -> list[list[dict]]:
-    """Run answers (task, source, name of the function) on two processes: a report by answer and rank.
-
-    An answer after which the processes can no longer talk to each other ends the list.
-    """
-    with tempfile.TemporaryDirectory(prefix="speedlab-") as folder:
-        path = Path(folder, "answers.json")
-        path.write_text(json.dumps({"answers": answers, "patience": _PATIENCE}), encoding="utf-8")
-        try:
-            launched = launch.run(_SCRIPT, _RANKS, path, timeout=timeout)
-        except launch.LaunchError as error:
-            raise NotYetError(f"The processes did not end well. {str(error).splitlines()[0]}") from None
-    ranks = [json.loads(output.splitlines()[-1]) for output in launched.outputs]
-    return [list(pair) for pair in zip(*ranks, strict=False)]
+# --- What the ranks write down --------------------------------------------------------------------------------------
 
 
-def _reports(task: str, answer: Callable) -> list[dict]:
-    """What the answer did on each rank; a stub is not run."""
-    source = textwrap.dedent(inspect.getsource(answer))
-    if "raise NotImplementedError" in source:
-        raise NotImplementedError
-    reports = on_ranks([(task, source, answer.__name__)])[0]
-    errors = [report["error"] for report in reports]
-    # the rank that waited in vain speaks of the network; the other one, if it failed, of the cause
-    own = [error for error in errors if error and not re.search("gloo|imed out|onnection", error)]
-    if own:
-        raise NotYetError(f"On rank {errors.index(own[0])} your code raised {own[0]}")
-    expect(
-        not any(errors),
-        f"A rank waited {_PATIENCE:g} s for another one in a collective, and gave up. Every rank must make the same "
-        "collectives in the same order: look for one inside a branch that only one rank takes.",
-    )
+class _Traffic(TorchDispatchMode):
+    """Bytes of floating-point numbers that this rank sends, if rings carry its collectives; broadcasts are free."""
+
+    sent = 0.0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func._schema.name.split("::")[-1]
+        if func.namespace in ("c10d", "_c10d_functional") and "broadcast" not in name and "wait" not in name:
+            floats = [
+                [t for t in tree_leaves(a) if isinstance(t, torch.Tensor) and t.is_floating_point()] for a in args
+            ]
+            largest = max((sum(t.nbytes for t in tensors) for tensors in floats), default=0)
+            gathers = func.namespace == "_c10d_functional" and "all_gather" in name  # this one is given a part only
+            rounds = 2 if "reduce" in name and "scatter" not in name else RANKS if gathers else 1
+            self.sent += rounds * largest * (RANKS - 1) / RANKS
+        return func(*args, **(kwargs or {}))
+
+
+def _watched(model: nn.Module, rows: Rows) -> list[list[int]]:
+    """From now on, which rows pass the first layer of a model: a list for each batch. Other inputs are left out."""
+    read: list[list[int]] = []
+
+    def note(_, inputs: tuple[torch.Tensor]) -> None:
+        same = (inputs[0].detach()[:, None] == rows.inputs).all(dim=2)
+        if same.any(dim=1).all() and len(same):
+            read.append(same.int().argmax(dim=1).tolist())
+
+    model[0].register_forward_pre_hook(note)
+    return read
+
+
+def _weights(model: object) -> torch.Tensor:
+    """All parameters as one vector, gathered if they are sharded."""
+    parts = [p.detach() for p in model.parameters()]
+    return torch.cat([(p.full_tensor() if isinstance(p, DTensor) else p).flatten() for p in parts])
+
+
+# --- Task 1 ---------------------------------------------------------------------------------------------------------
+
+# rows, epochs, batch, accumulate_steps, lr: each rank gets as many rows, and the last ones fill no micro-batch
+_TRAININGS = ((39, 2, 12, 2, 0.1), (30, 3, 9, 1, 0.05))
+
+
+def _train_on_a_rank(rank: int, answer: Callable) -> list[dict]:
+    reports = []
+    for count, *settings in _TRAININGS:
+        model, rows = make_model(seed=rank), Rows(count, seed=1)
+        read = _watched(model, rows)
+        with _Traffic() as traffic:
+            reached = answer(model, rows, *settings, rank, RANKS)
+        expect(isinstance(reached, nn.Module), f"Return the model, not {type(reached).__name__}.")
+        reports.append({"weights": _weights(reached), "read": read, "sent": traffic.sent})
     return reports
 
 
-def _reference(batch: int, accumulate_steps: int, lr: float, seed: int = 0) -> torch.Tensor:
-    """The weights that one process reaches on all 26 rows, in two epochs."""
-    reached = train(make_model(seed), Rows(26, seed=1), 2, batch, accumulate_steps, lr)
-    return nn.utils.parameters_to_vector(reached.parameters()).detach()
+def _trained(count: int, epochs: int, batch: int, accumulate_steps: int, lr: float, fault: str = "") -> torch.Tensor:
+    """The weights that a right answer reaches, its ranks played in turn; or one with a well-known fault."""
+    model, rows = make_model(0), Rows(count, seed=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr * (RANKS if fault == "rate" else 1))
+    share = batch // (1 if fault == "accumulation" else accumulate_steps) // (1 if fault == "share" else RANKS)
+    scale = {"loss": 1, "twice": accumulate_steps * RANKS}.get(fault, accumulate_steps)
+    for epoch in range(epochs):
+        order = torch.randperm(count, generator=torch.Generator().manual_seed(epoch + (fault == "seed")))
+        order = torch.arange(count) if fault == "order" else order
+        hands = [order[rank::RANKS] for rank in range(RANKS)]
+        batches = [torch.cat(parts) for parts in zip(*(hand.split(share) for hand in hands), strict=True)]
+        batches = [b for b in batches if len(b) == share * RANKS or fault == "short"]
+        for micro, chosen in enumerate(batches, start=1):
+            loss = nn.functional.cross_entropy(model(rows.inputs[chosen]), rows.labels[chosen])
+            (loss / scale).backward()
+            if micro % accumulate_steps == 0 or fault == "alone":
+                optimizer.step()
+            if (micro % accumulate_steps == 0 and fault != "zero_grad") or fault == "alone":
+                optimizer.zero_grad()
+    return _weights(model)
 
 
-def _epochs(report: dict) -> tuple[list[int], list[int]]:
-    """The rows that a rank read in the first epoch and in the second."""
-    half = len(report["read"]) // 2
-    return report["read"][:half], report["read"][half:]
+_TRAINING_FAULTS = {
+    "Each rank takes the whole batch. `batch` is that of all ranks together: a rank's micro-batch has "
+    "batch // accumulate_steps // world_size rows.": "share",
+    "A micro-batch is one of accumulate_steps parts of the batch: batch // accumulate_steps // world_size rows.": (
+        "accumulation"
+    ),
+    "The loss of a micro-batch must be divided by accumulate_steps: their gradients are added up.": "loss",
+    "The optimizer steps after every micro-batch. It should step once for accumulate_steps of them.": "alone",
+    "DDP averages over the ranks already: do not divide by world_size as well.": "twice",
+    "Gradients are never set to zero. `optimizer.zero_grad()` belongs behind every step.": "zero_grad",
+    "Each step is world_size times as long. The batch is that of one process, so its rate is `lr`; and gradients are "
+    "averaged over the ranks, not summed.": "rate",
+    "The last rows of an epoch do not fill a micro-batch: leave them out with `drop_last=True`.": "short",
+    "The rows come in the order of the data set: let the sampler shuffle, with seed 0.": "order",
+    "Epoch e is shuffled as epoch e + 1 should be: `set_epoch(epoch)` counts from 0, and the sampler's seed is 0.": (
+        "seed"
+    ),
+}
 
 
-@check("Task 1, from one process to many", seconds=600)
+@check("Task 1, from one process to many")
 def train_ddp(answer: Callable[..., nn.Module]) -> None:
     """Equal to one process on the whole batch, each rank on its own rows, one gradient sent a step."""
-    reports = _reports("train_ddp", answer)
-    weights = torch.tensor([report["weights"] for report in reports])
+    for case, found in zip(_TRAININGS, zip(*on_ranks(_train_on_a_rank, RANKS, answer), strict=True), strict=True):
+        count, epochs, batch, accumulate_steps, _ = case
+        with where(f"With {count} rows, a batch of {batch} and accumulate_steps={accumulate_steps}"):
+            reads = [[row for micro in report["read"] for row in micro] for report in found]
+            expect(all(reads), "a rank sends no row through the model that it was given. Train that one.")
+            _judge_hands(reads, epochs)
+            weights, wanted = [report["weights"] for report in found], _trained(*case)
+            if not _near(weights[0], wanted):
+                hints = {hint: functools.partial(_trained, *case, fault) for hint, fault in _TRAINING_FAULTS.items()}
+                compare = f"They are {distance(weights[0], wanted):.1e} away. Compare your loop with the one above."
+                why = diagnose(weights[0], hints, compare, _near)
+                _judge_copies(weights)
+                fail(f"the weights are not those of one process. {why}")
+            _judge_copies(weights)
+            steps, gradient = epochs * (count // batch), 4 * len(wanted)
+            sent, enough = max(report["sent"] for report in found), steps * 2 * gradient * (RANKS - 1) / RANKS
+            expect(
+                sent <= enough + 64 * steps,
+                f"the weights are right, but a rank sends {sent:,.0f} bytes of gradients in {steps} steps; "
+                f"{enough:,.0f} are enough. Use no_sync() around forward and backward of every micro-batch but the "
+                "last of a step.",
+            )
+
+
+def _judge_copies(weights: Sequence[Sequence[float]]) -> None:
     expect(
-        torch.equal(weights[0], weights[1]),
-        "The ranks end with different weights. Only a model inside DistributedDataParallel gets averaged gradients.",
-    )
-    expect(
-        reports[0]["read"] != reports[1]["read"],
-        "Both ranks read the same rows. Give the loader a DistributedSampler.",
-    )
-    first, second = _epochs(reports[0])
-    expect(first != second, "Both epochs have the same order. Call the sampler's set_epoch in each.")
-    expected = _reference(12, 3, 0.1)
-    off = (weights[0] - expected).abs().max().item()
-    expect(
-        off < 1e-5,
-        f"The weights differ by {off:.1e} from those of one process. `batch` is the batch of all ranks "
-        "together, and a micro-batch is its share: batch // accumulate_steps // world_size. "
-        "Is the loss divided by accumulate_steps?",
-    )
-    gradient, steps = 4 * weights.shape[1], 4
-    expect(
-        reports[0]["sent"] == steps * gradient,
-        f"Rank 0 gave {reports[0]['sent']:,} bytes of gradients to all-reduces in {steps} steps; "
-        f"{steps * gradient:,} are enough. Use no_sync() around every micro-batch but the last of a step.",
+        all(_near(w, weights[0]) for w in weights),
+        "the ranks end with different weights. Only a call of the model inside DistributedDataParallel, outside "
+        "no_sync(), gets averaged gradients; and all ranks must begin with the weights of rank 0.",
     )
 
 
-@check("Task 2, five mistakes", seconds=600)
-def mended(answer: Callable[..., dict]) -> None:
-    """One hint a mistake, in the order in which a run shows them."""
-    reports = _reports("mended", answer)
-    first, second = _epochs(reports[0])
-    expect(first != second, "One mistake that is left: both epochs have the same order of rows.")
-    saves = [report["saves"] for report in reports]
+def _judge_hands(reads: Sequence[Sequence[int]], epochs: int) -> None:
+    """Whether the ranks read different rows, and each epoch in another order."""
+    overlap = set(reads[0][: len(reads[0]) // epochs]) & set(reads[1][: len(reads[1]) // epochs])
+    expect(not overlap, "in one epoch, two ranks read the same rows. Give the loader a DistributedSampler.")
+    for read in reads:
+        length = len(read) // epochs
+        first, second = read[:length], read[length : 2 * length]
+        expect(
+            first != second or first == sorted(first), "each epoch repeats the order of the first: call set_epoch."
+        )
+
+
+# --- Task 2 ---------------------------------------------------------------------------------------------------------
+
+# rows, held-out rows, epochs, batch of a rank, lr
+_MENDINGS = ((39, 13, 2, 4, 0.05), (24, 4, 3, 4, 0.02))
+
+
+def _mend_on_a_rank(rank: int, fit: Callable, finish: Callable) -> list[dict]:
+    reports = []
+    for count, held, epochs, batch, lr in _MENDINGS:
+        rows, plain, saved = Rows(count, seed=1), make_model(seed=rank), []
+        read, model = _watched(plain, rows), DistributedDataParallel(plain)
+        sampler = DistributedSampler(rows, seed=0)
+        loader = DataLoader(rows, batch, sampler=sampler, drop_last=True)
+
+        def save(given: object, saved: list = saved) -> None:
+            expect(isinstance(given, nn.Module), f"save(..) is given {type(given).__name__}. Give it model.module.")
+            wrapped = isinstance(given, DistributedDataParallel)
+            expect(not wrapped, "save(model) writes names that begin with `module.`. Save model.module.")
+            saved.append(_weights(given))
+
+        with torch.enable_grad():  # also where an answer has turned it off before
+            losses = fit(model, sampler, loader, epochs, lr, rank, RANKS)
+            losses = [number(loss, "A loss") for loss in sequence(losses, "What fit returns")]
+            accuracy = number(finish(model, Rows(held, seed=2), rank, RANKS, save), "The accuracy")
+        report = {"losses": losses, "accuracy": accuracy, "weights": _weights(plain), "read": read, "saved": saved}
+        reports.append(report)
+    return reports
+
+
+def _mended(count: int, reads: Sequence, lr: float, fault: str = "") -> tuple[torch.Tensor, torch.Tensor]:
+    """The weights, and the losses (steps, ranks), of training on the rows that the ranks read, in their order."""
+    model, rows, losses = make_model(0), Rows(count, seed=1), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    for batches in zip(*reads, strict=True):
+        each = [nn.functional.cross_entropy(model(rows.inputs[b]), rows.labels[b]) for b in batches]
+        if fault != "zero_grad":
+            optimizer.zero_grad()
+        torch.stack(each).mean().backward()
+        optimizer.step()
+        losses.append(torch.stack(each).detach())
+    return _weights(model), torch.stack(losses)
+
+
+def _mending_faults(played: Callable, lr: float) -> dict[str, object]:
+    return {
+        "`lr` is meant for the batch of one rank. By the linear rule the rate grows with world_size.": (
+            lambda: played(lr)[0]
+        ),
+        "The rate is divided by world_size; by the linear rule it is multiplied.": lambda: played(lr / RANKS)[0],
+        "Gradients are no longer set to zero in each step.": lambda: played(lr * RANKS, "zero_grad")[0],
+        "They are not those that the larger batch reaches at lr * world_size.": True,
+    }
+
+
+@check("Task 2, five mistakes")
+def mended(fit: Callable, finish: Callable) -> None:
+    """One hint a mistake, each with what it does to the numbers."""
+    for case, found in zip(_MENDINGS, zip(*on_ranks(_mend_on_a_rank, RANKS, fit, finish), strict=True), strict=True):
+        count, held, epochs, batch, lr = case
+        reads, weights = [report["read"] for report in found], [report["weights"] for report in found]
+        steps = epochs * (count // RANKS // batch)
+        for rank, read in enumerate(reads):
+            here = f"rank {rank} trains on {len(read)} batches. In {epochs} epochs its loader has {steps}."
+            expect([len(b) for b in read] == [batch] * steps, here)
+        with where("One mistake that is left"):
+            _judge_hands([[row for b in read for row in b] for read in reads], epochs)
+            wanted, losses = _mended(count, reads, lr * RANKS)
+            _judge_copies(weights)
+            if not _near(weights[0], wanted):
+                played = functools.partial(_mended, count, reads)
+                fail(f"the weights. {diagnose(weights[0], _mending_faults(played, lr), same=_near)}")
+            for rank in reversed(range(RANKS)):  # on rank 0, its own losses and those of rank 0 are the same
+                _judge_losses(rank, found[rank]["losses"], losses)
+            _judge_accuracy([report["accuracy"] for report in found], wanted, Rows(held, seed=2))
+            _judge_saves([report["saved"] for report in found], wanted)
+
+
+def _judge_losses(rank: int, got: Sequence[float], losses: torch.Tensor) -> None:
+    steps, mean = len(losses), losses.mean(dim=1)
+    if len(got) == steps and _near(got, mean):
+        return
     expect(
-        saves == [1, 0],
-        f"One mistake that is left: the ranks saved {saves[0]} and {saves[1]} times. Rank 0 should, once.",
+        len(got) == steps,
+        f"rank {rank} returns {len(got)} losses after {steps} steps. Every rank returns one for each step, so every "
+        "rank makes the all_reduce.",
     )
-    weights = torch.tensor([report["weights"] for report in reports])
-    expect(torch.equal(weights[0], weights[1]), "The ranks end with different weights. Is the model still wrapped?")
-    expected = _reference(12, 1, 0.05 * _RANKS)
+    hints = {
+        "They are summed over the ranks: divide by world_size.": losses.sum(dim=1),
+        "They are its own. Average them over the ranks.": losses[:, rank],
+        "They are those of rank 0. Average over the ranks.": losses[:, 0],
+        "They are the largest of the ranks. Average them.": losses.amax(dim=1),
+        "They are divided by world_size twice.": mean / RANKS,
+    }
+    fail(f"the losses on rank {rank}. {diagnose(got, hints, 'They are not the mean over the ranks.', _near)}")
+
+
+def _judge_accuracy(got: Sequence[float], wanted: torch.Tensor, rows: Rows) -> None:
+    model = make_model(0)
+    nn.utils.vector_to_parameters(wanted, model.parameters())
+    right = (model(rows.inputs).argmax(dim=1) == rows.labels).float()
+    means = [right[rank::RANKS].mean().item() for rank in range(RANKS)]
+    for rank, accuracy in enumerate(got):
+        hints = {
+            "That is its own share of the rows: sum the counts over the ranks, then divide.": means[rank],
+            "That is the mean of the ranks' accuracies, whose shares differ in size. Sum the counts, then divide.": (
+                sum(means) / RANKS
+            ),
+            "That is in percent.": 100 * right.mean(),
+            "You divide the rank's own count by all rows: sum it over the ranks first.": (
+                right[rank::RANKS].sum() / len(rows)
+            ),
+            "The sum of the counts is divided by this rank's rows.": right.sum() / len(right[rank::RANKS]),
+        }
+        if not _near(accuracy, right.mean()):
+            why = diagnose(accuracy, hints, "Sum the counts over the ranks, then divide.", _near)
+            here = f"rank {rank} says {accuracy:.3f}, and over all {len(rows)} held-out rows the accuracy is"
+            fail(f"{here} {right.mean():.3f}. {why}")
+
+
+def _judge_saves(saved: Sequence[Sequence], wanted: torch.Tensor) -> None:
+    counts = [len(each) for each in saved]
     expect(
-        torch.allclose(weights[0], expected, atol=1e-5),
-        "One mistake that is left: these are not the weights that the larger batch reaches at the larger rate. "
-        "`lr` is meant for the batch of one rank; by the linear rule the rate grows with the number of ranks.",
+        counts == [1] + [0] * (RANKS - 1),
+        f"the ranks save {', '.join(map(str, counts))} times. Rank 0 should, once, and nobody else.",
     )
-    accuracies = [report["accuracy"] for report in reports]
-    held_out, model = Rows(13, seed=2), make_model(0)
-    nn.utils.vector_to_parameters(expected, model.parameters())
-    right = (model(held_out.inputs).argmax(dim=1) == held_out.labels).float().mean().item()
+    expect(_near(saved[0][0], wanted), "what is saved are not the weights at the end. Save after the training.")
+
+
+# --- Task 3 ---------------------------------------------------------------------------------------------------------
+
+_STEP, _RATE, _MORE = 3, 0.02, 2
+_INTO = {
+    "layers": "Resumed into a model that is sharded as the first one",
+    "whole": "Resumed into a model that is sharded as one piece",
+    "plain": "Resumed into a model that is not sharded",
+}
+
+
+def _parts(seed: int, sharding: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model and its optimizer: each layer sharded, the whole as one, or plain."""
+    model = make_model(seed, width=3072)
+    for layer in (model[0], model[2]) if sharding == "layers" else ():
+        fully_shard(layer)
+    model = model if sharding == "plain" else fully_shard(model)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+def _go_on(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, steps: int) -> torch.Tensor:
+    """Train on the same rows on each rank, so that it does not matter how many there are; return the weights."""
+    rows = Rows(24 * (_STEP + _MORE), seed=3)
+    for step in range(first, first + steps):
+        part = slice(24 * step, 24 * step + 24)
+        nn.functional.cross_entropy(model(rows.inputs[part]), rows.labels[part]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return _weights(model)
+
+
+def _checkpoint_on_a_rank(rank: int, save: Callable, resume: Callable) -> None:
+    """Save, go on, resume into three other models; compare with a training on one process without an interruption."""
+    ends = []
+    for sharding in ("plain", "layers"):
+        model, optimizer = _parts(0, sharding)
+        at = _go_on(model, optimizer, 0, _STEP)
+        optimizer.param_groups[0]["lr"] = _RATE
+        if sharding == "layers":
+            place = _saved(model, optimizer, _STEP, save)
+            expect(_near(_weights(model), at), "Your save changes the weights. It should only read them.")
+        ends.append(_go_on(model, optimizer, _STEP, _MORE))
+    later = _saved(model, optimizer, _STEP + _MORE, save)
+    expect(_near(*ends), "After your save the training goes on differently. It should only read.")
+    for seed, (sharding, here) in enumerate(_INTO.items(), start=7):
+        model, optimizer = _parts(seed, sharding)
+        with where(here):
+            try:
+                with _Traffic() as traffic:
+                    step = resume(place, model, optimizer)
+            except (RuntimeError, KeyError, ValueError) as error:
+                if sharding != "plain":
+                    raise
+                said = (str(error).splitlines() or [""])[0]
+                fail(f"it raises {type(error).__name__}: {said} Save whole names and shapes, as DCP does.")
+            _judge_resumed(step, model, optimizer, at, ends[0])
+        _judge_traffic(traffic, "load", at)
+    step = whole(resume(later, model, optimizer), "The step that resume returns")
+    expect(step == _STEP + _MORE, f"From a checkpoint of step {_STEP + _MORE}, resume returns step {step}.")
+    dist.barrier()  # nobody removes the folder while others read
+
+
+def _saved(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, save: Callable) -> Path:
+    """The folder in which an answer saved, and no more than it should, nor by another way."""
+    own = tempfile.TemporaryDirectory(prefix="speedlab-", ignore_cleanup_errors=True)
+    folder = [own.name]
+    dist.broadcast_object_list(folder)
+    atexit.register(own.cleanup)  # after the last barrier
+    place = Path(folder[0], "checkpoint")
+    with _Traffic() as traffic:
+        save(place, model, optimizer, step)
+    dist.barrier()
+    files = [path.stat().st_size for path in place.rglob("*") if path.is_file()]
+    expect(files, "After your save there is no file in the folder that it was given.")
+    weights = _weights(model)
+    _judge_traffic(traffic, "save", weights)
+    least = f"The weights and two moments have {3 * weights.nbytes:,} bytes,"
+    expect(sum(files) <= 4 * weights.nbytes, f"{least} and your files {sum(files):,}. What is written twice?")
     expect(
-        all(abs(accuracy - right) < 1e-4 for accuracy in accuracies),
-        f"One mistake that is left: the ranks report accuracies of {accuracies[0]:.3f} and {accuracies[1]:.3f}, "
-        f"and over all held-out rows it is {right:.3f}. Sum the counts over the ranks, then divide.",
+        max(files) <= 1.6 * weights.nbytes,
+        f"{least} and one of your files has {max(files):,}. Each of {RANKS} ranks should write its own part.",
     )
-    losses = [report["losses"] for report in reports]
+    return place
+
+
+def _judge_traffic(traffic: _Traffic, verb: str, weights: torch.Tensor) -> None:
     expect(
-        all(abs(a - b) < 1e-5 for a, b in zip(*losses, strict=True)),
-        "The ranks report different losses. Average each over the ranks, on every rank.",
+        traffic.sent <= weights.nbytes / 8,
+        f"To {verb}, this rank sends {traffic.sent:,.0f} bytes of weights or moments. None has to travel: each rank "
+        "writes and reads its own part. Do not gather the full state.",
     )
+
+
+def _judge_resumed(
+    step: object, model: nn.Module, optimizer: torch.optim.Optimizer, at: torch.Tensor, end: torch.Tensor
+) -> None:
+    step, rate = whole(step, "the step that resume returns"), number(optimizer.param_groups[0]["lr"], "the rate")
+    expect(step == _STEP, f"resume returns step {step}; it was saved at step {_STEP}.")
+    expect(
+        _near(_weights(model), at),
+        "the weights are not those that were saved. `dcp.load` reads into the tensors of a state dictionary; "
+        "`set_state_dict` (or load_state_dict) puts them into the model.",
+    )
+    expect(
+        close(rate, _RATE),
+        f"the learning rate is {rate:g}; when it was saved it was {_RATE:g}. It belongs to the optimizer's state.",
+    )
+    expect(
+        _near(_go_on(model, optimizer, _STEP, _MORE), end),
+        "the weights are right, but not after another step. The moments of AdamW, and its count of steps, are "
+        "the optimizer's state: save and load them as well.",
+    )
+
+
+@check("Task 3, a checkpoint in parts")
+def checkpoint(save: Callable, resume: Callable) -> None:
+    """Graded by bytes, sent and written, and by equality with a training that is not interrupted."""
+    on_ranks(_checkpoint_on_a_rank, RANKS, save, resume)

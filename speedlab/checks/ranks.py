@@ -26,22 +26,26 @@ def defined(number: int, text: str, name: str) -> Callable:
     return names[name]
 
 
-folder = Path(sys.argv[1])
-task = json.loads((folder / "task.json").read_text(encoding="utf-8"))
-work = getattr(importlib.import_module(task["module"]), task["work"])
-# a rank that waits for one that does not come gives up before its own time is up
-dist.init_process_group("gloo", timeout=timedelta(seconds=max(1.0, task["seconds"] / 2)))
-rank = dist.get_rank()
-answers: list[Callable] = []
-with core.examining(answers):
-    try:
-        answers += [defined(number, *answer) for number, answer in enumerate(task["answers"])]
-        done = core.side_by_side(lambda: work(rank, *answers, **task["given"]), seconds=task["seconds"])
-        report = {"result": done[0]}
-    except BaseException as error:
-        report = {"error": core.explain(error)}
-text = json.dumps(report, default=lambda value: value.tolist())
-(folder / f"{rank}.json").write_text(text, encoding="utf-8")
-if "result" in report:
-    with contextlib.suppress(RuntimeError):
-        dist.destroy_process_group()
+def play(folder: Path, **group) -> None:
+    """Join the group that `init_process_group` makes of these arguments, do the folder's task, write the report."""
+    task = json.loads((folder / "task.json").read_text(encoding="utf-8"))
+    work = getattr(importlib.import_module(task["module"]), task["work"])
+    # a rank that waits for one that does not come gives up before its own time is up
+    dist.init_process_group("gloo", timeout=timedelta(seconds=max(1.0, task["seconds"] / 2)), **group)
+    rank, answers = dist.get_rank(), []
+    with core.examining(answers):
+        try:
+            answers += [defined(number, *answer) for number, answer in enumerate(task["answers"])]
+            done = core.side_by_side(lambda: work(rank, *answers, **task["given"]), seconds=task["seconds"])
+            report = {"result": done[0]}
+        except BaseException as error:
+            report = {"error": core.explain(error)}
+    text = json.dumps(report, default=lambda value: value.tolist())
+    (folder / f"{rank}.json").write_text(text, encoding="utf-8")
+    if "result" in report:
+        with contextlib.suppress(RuntimeError):
+            dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    play(Path(sys.argv[1]))

@@ -9,27 +9,30 @@ import ctypes
 import itertools
 import platform
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from speedlab import compat, count, machine
+from speedlab import compat, machine
 
 Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Settings:
-    """All that a rung can change. The defaults are the naive start: strict fp32, Adam, a metric read every batch."""
+    """All that a rung can change. The defaults are the naive start: strict fp32, Adam, a metric read every batch.
+
+    `autocast` is '', 'bf16' or 'fp16' (with a loss scaler); `padding` 'longest', 'batch' or 'buckets'.
+    """
 
     batch: int
     tf32: bool = False
     host_metric: bool = True
     fused: bool = False
     channels_last: bool = False
-    autocast: bool = False
+    autocast: str = ""
     plain_attention: bool = False
     keep_memory: bool = False
     resident: bool = False
@@ -37,6 +40,8 @@ class Settings:
     master: bool = False
     padding: str = "longest"
     size: int = 224
+    workers: int = 0
+    pinned: bool = False
 
 
 @dataclass(frozen=True)
@@ -58,7 +63,7 @@ class Rung:
 TF32 = Rung("TF32", "matrix products round their fp32 inputs to 10 bits of mantissa", {"tf32": True}, ("cuda",))
 NO_HOST_SYNCS = Rung("no host syncs", "the metric stays on the device until the end", {"host_metric": False})
 FUSED = Rung("fused optimizer", "one pass over each weight instead of one for every operation", {"fused": True})
-AUTOCAST = Rung("bf16 autocast", "matrix products in bf16, weights in fp32", {"autocast": True}, ("bf16",))
+AUTOCAST = Rung("bf16 autocast", "matrix products in bf16, weights in fp32", {"autocast": "bf16"}, ("bf16",))
 PLAIN_ATTENTION = Rung(
     "attention as products",
     "the CPU's fused attention has a slow backward pass in bf16; two products and a softmax do not",
@@ -74,7 +79,7 @@ MEMORY_KEPT = Rung(
 BF16_WEIGHTS = Rung(
     "bf16 weights, fp32 master",
     "no casting of weights and gradients in the step, and a residual stream of half the bytes",
-    {"autocast": False, "master": True},
+    {"autocast": "", "master": True},
     ("bf16",),
 )
 
@@ -140,7 +145,7 @@ class Training:
         settings: Settings,
         device: torch.device,
         model: nn.Module,
-        batches: Iterator[Batch],
+        batches: Iterator[Batch] | None,
         *,
         lr: float,
         regional: list[nn.Module] | None = None,
@@ -157,6 +162,7 @@ class Training:
             model = model.to(memory_format=torch.channels_last)
         self.model = model.train()
         self.optimizer = self.make_optimizer(list(model.parameters()), lr)
+        self.scaler = torch.amp.GradScaler(device.type, enabled=settings.autocast == "fp16")
         self.shown, self.correct = (0.0, 0.0), torch.zeros((), device=device)
         self.forward: Callable[..., torch.Tensor] = model
         if settings.compiled and regional:
@@ -197,7 +203,8 @@ class Training:
     def loss(self, forward: Callable[..., torch.Tensor], batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """The mean loss, computed in fp32, and the logits of a batch."""
         inputs, labels = batch
-        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.settings.autocast):
+        half = machine.DTYPES.get(self.settings.autocast)
+        with torch.autocast(self.device.type, dtype=half or torch.bfloat16, enabled=half is not None):
             logits = forward(**inputs)
         return self.criterion(logits.float(), labels), logits
 
@@ -206,9 +213,10 @@ class Training:
         batch = next(self.batches) if batch is None else batch
         mark("data")
         loss, logits = self.loss(self.forward, batch)
-        loss.backward()
+        self.scaler.scale(loss).backward()
         mark("forward+backward")
-        self.optimizer.step()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
         self.optimizer.zero_grad()
         mark("optimizer")
         right = (logits.detach().argmax(1) == batch[1]).sum()
@@ -240,19 +248,6 @@ def repeated(batch: Batch, times: int) -> Batch:
     return {k: v.repeat(times, *[1] * (v.dim() - 1)) for k, v in inputs.items()}, labels.repeat(times)
 
 
-def climb(start: Settings, rungs: tuple[Rung, ...], lacking: Callable[[Rung], str]) -> Iterator[tuple]:
-    """(rung, settings) of a ladder, cumulative: a rung that this machine lacks something for changes nothing.
-
-    `lacking(rung)` is the reason to leave the rung out, or nothing. A rung apart is not built upon.
-    """
-    settings = start
-    for rung in rungs:
-        tried = replace(settings, **rung.changes)
-        yield rung, tried
-        if not rung.apart and not lacking(rung):
-            settings = tried
-
-
 def lacking(rung: Rung, device: torch.device) -> str:
     """The sentence that says why this machine leaves `rung` out, or nothing."""
     if "cuda" in rung.needs and device.type != "cuda":
@@ -270,20 +265,3 @@ def lacking(rung: Rung, device: torch.device) -> str:
 def endless(epoch: Callable[[], Iterator[Batch]]) -> Iterator[Batch]:
     """The batches of one epoch after another."""
     return itertools.chain.from_iterable(epoch() for _ in itertools.count())
-
-
-def step_flops(build: Callable[[torch.device], Training], blank: Callable[..., Batch], width: int = 0) -> int:
-    """Operations of one forward and backward pass over one sample, counted on fake tensors: nothing is computed."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    cpu = torch.device("cpu")
-    with FakeTensorMode(allow_non_fake_inputs=True), count.without_initialisation():
-        run = build(cpu)
-        batch = blank(run.settings, cpu, 1, width)
-        with run.numerics():
-            return count.flops(lambda: run.loss(run.model, batch)[0].backward())
-
-
-def counted(settings: Settings) -> Settings:
-    """The settings for counting operations: fp32 and eager, with attention as products, which the counter knows."""
-    return Settings(1, plain_attention=True, host_metric=False, size=settings.size)

@@ -1,0 +1,101 @@
+"""Executes every notebook with its claims where there is no Jupyter: each in a process of its own, cell by cell.
+
+IPython's shell runs the cells without a kernel; it needs the packages ipython and ipywidgets, which can be carried as
+wheels. A claim that fails, or any other error, ends the notebook and is named; outputs are not compared.
+"""
+
+import functools
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from benchmarks import day
+from benchmarks.day import Item, Session, first_line
+from speedlab.display import CLAIM
+
+ROOT = Path(__file__).resolve().parent.parent
+_TIMEOUT = 300
+# What a lesson cannot do without, beside what the benchmarks need.
+_NEEDED = ("IPython", "ipywidgets")
+
+
+def measured(path: Path, session: Session, rows: list[dict]) -> list[dict]:
+    """One row: how many cells ran and how many claims held, and what ended the notebook, if something did."""
+    task = f"notebook {path.parent.name}/{path.stem} on {session.device.type}"
+    code = "\n".join("".join(cell["source"]) for cell in code_cells(path))
+    wanted = {
+        *_NEEDED,
+        *re.findall(r"(?m)^\s*(?:import|from) (lightning|ray|sklearn|transformers|matplotlib)\b", code),
+    }
+    missing = [name for name in sorted(wanted) if importlib.util.find_spec(name) is None]
+    if missing:
+        return [{"task": task, "not_run": f"{' and '.join(missing)} cannot be imported here"}]
+    asked = [sys.executable, "-m", "benchmarks.notebooks", "--child", str(path)]
+    quiet = {"TQDM_DISABLE": "1", "OMP_WAIT_POLICY": "passive", "MPLBACKEND": "agg"}
+    try:
+        ended = subprocess.run(asked, cwd=path.parent, env={**os.environ, **quiet}, capture_output=True, text=True,
+                               timeout=_TIMEOUT)  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return [{"task": task, "not_run": f"it had not ended after {_TIMEOUT} s, and was stopped"}]
+    answers = [line for line in ended.stdout.splitlines() if line.startswith('{"cells": ')]
+    if not answers:
+        raise RuntimeError((ended.stderr.strip().splitlines() or ["the process ended without a word"])[-1])
+    row = {"task": task, "notebook": path.relative_to(ROOT).as_posix(), **json.loads(answers[-1])}
+    fails = f"; cell {row['cells'] + 1} failed with {row['error']}" if row["error"] else ""
+    return [{**row, "found": f"{row['cells']} of {row['of']} cells ran, {row['claims']} claims held{fails}"}]
+
+
+def code_cells(path: Path) -> list[dict]:
+    """The code cells of a notebook that hold something."""
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    return [cell for cell in cells if cell["cell_type"] == "code" and "".join(cell["source"]).strip()]
+
+
+def execute(path: Path) -> dict:
+    """In a process of its own: run the cells in order until one fails; count them and the claims that held."""
+    from IPython.core.displaypub import DisplayPublisher
+    from IPython.core.interactiveshell import InteractiveShell
+
+    claims = []
+
+    class Publisher(DisplayPublisher):
+        def publish(self, data, *arguments, **named):
+            if CLAIM in data:
+                claims.append(data[CLAIM])
+            print(data.get("text/plain", ""))
+
+    InteractiveShell.display_pub_class.default_value = InteractiveShell.display_pub_class.klass = Publisher
+    shell = InteractiveShell.instance()
+    cells = code_cells(path)
+    found = {"cells": 0, "of": len(cells), "claims": 0, "error": ""}
+    for cell in cells:
+        answer = shell.run_cell("".join(cell["source"]), store_history=True)
+        error = answer.error_before_exec or answer.error_in_exec
+        found["claims"] = len(claims)
+        if error:
+            return {**found, "error": f"{type(error).__name__}: {first_line(error)}"}
+        found["cells"] += 1
+    return found
+
+
+def items(session: Session) -> Iterator[Item]:
+    """An item per notebook, the lessons in their order and then the solutions."""
+    for folder in ("code-units", "solutions"):
+        for path in sorted((ROOT / folder).rglob("*.ipynb")):
+            if ".ipynb_checkpoints" not in path.parts:
+                stored = json.loads(path.read_text(encoding="utf-8"))["metadata"].get("recorded", {})
+                seconds = max(20, stored.get("seconds", 60))
+                yield Item(path.relative_to(ROOT).as_posix(), seconds, functools.partial(measured, path, session))
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--child"]:
+        answer = execute(Path(sys.argv[2]))
+        print(json.dumps(answer), flush=True)
+        os._exit(0)  # a lesson may have left threads behind
+    sys.exit(day.main({"notebooks": items}, __doc__))

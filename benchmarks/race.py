@@ -1,0 +1,162 @@
+"""Measures one rung of a ladder against the start: the race, the memory, the split, and that it still trains."""
+
+import gc
+import math
+import re
+import statistics
+
+import psutil
+import torch
+
+from benchmarks.loop import Rung, Settings, Training
+from benchmarks.workloads import Workload
+from speedlab import machine, measure
+
+# Dense bf16 peaks by the vendors' data sheets, in FLOP/s, found by the device's name.
+SPECIFIED = {"H200": 989.4e12, "H100": 989.4e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12}
+# as many pairs as an interval of 95% needs
+_MIN_ROUNDS = 6
+_SAMPLE_SECONDS = 0.25
+
+
+def specified_flops(device: torch.device) -> float | None:
+    """The device's dense bf16 peak by its data sheet, or None where it is not known."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    return next((peak for key, peak in SPECIFIED.items() if re.search(rf"\b{key}\b", name)), None)
+
+
+def product_flops() -> float:
+    """The rate of a large matrix product now, in bf16 where that is fast, else in fp32."""
+    machine.peak_flops.cache_clear()
+    return machine.peak_flops("bf16" if machine.is_fast("bf16") else "fp32")
+
+
+def too_little_memory(device: torch.device, predicted: int) -> str:
+    """The sentence that says that so many bytes are not free here, or nothing."""
+    free = torch.cuda.mem_get_info()[0] if device.type == "cuda" else psutil.virtual_memory().available
+    if predicted * 1.2 <= free:
+        return ""
+    return f"it needs about {predicted * 1.2 / 1e9:.1f} GB, and {free / 1e9:.1f} GB is free"
+
+
+class Race:
+    """The start of one workload, built once, and each rung in turns with it; `seconds` is what the turns may take."""
+
+    def __init__(self, workload: Workload, seconds: float):
+        self.workload, self.seconds, self.device = workload, seconds, workload.device
+        self.clock = machine.synchronised_clock(self.device)
+        self._start: Training | None = None
+        self._start_seconds = 0.0
+
+    def rung(self, rung: Rung, settings: Settings, start: dict | None) -> dict:
+        """Everything that is measured and counted of a rung, or why it was not; `start` is the start's row."""
+        predicted = self.workload.peak_memory(settings)
+        if short := too_little_memory(self.device, predicted):
+            return {"not_run": short}
+        if start and self._start is None:  # the start's row is from an earlier call
+            self._start = self.workload.build(self.workload.start())
+            self._start_seconds = self.warm_up(self._start)
+        before, held = product_flops(), self.reset_memory()
+        run = self.workload.build(settings)
+        proof = self.workload.prove(run, start)
+        if "not_run" in proof:
+            return proof
+        self.reset_memory()
+        seconds = self.warm_up(run)
+        memory = torch.cuda.max_memory_allocated() - held if self.device.type == "cuda" else None
+        if not start:
+            self._start, self._start_seconds = run, seconds
+        pairs = self.pairs(run, seconds)
+        first = proof.pop("first_s")
+        return {
+            **proof,
+            "trains": proof["trains"] and finite(run.model),
+            **self.speeds(settings, pairs, proof, start, (before + product_flops()) / 2),
+            "memory_predicted": predicted,
+            "memory_measured": memory,
+            "compile_s": max(0.0, first - seconds) if settings.compiled else 0.0,
+            "split": self.split(run),
+        }
+
+    def warm_up(self, run: Training) -> float:
+        """Seconds of a step, after enough steps that the last one is warm."""
+        with run.numerics():
+            for _ in range(3 if self.device.type == "cuda" or run.settings.compiled else 1):
+                begin = self.clock()
+                run.step()
+        return self.clock() - begin
+
+    def pairs(self, run: Training, seconds: float) -> list[tuple[float, float]]:
+        """Rates (start, rung) of alternating samples, computed units per second; the start itself races nobody."""
+        pairs: list[tuple[float, float]] = []
+        begin = self.clock()
+        while len(pairs) < _MIN_ROUNDS or self.clock() - begin < self.seconds:
+            first = self.sample(self._start, self._start_seconds)
+            pairs.append((first, first if run is self._start else self.sample(run, seconds)))
+        return pairs
+
+    def sample(self, run: Training, step_seconds: float) -> float:
+        done: list[int] = []
+        repeats = max(1, math.ceil(_SAMPLE_SECONDS / step_seconds))
+        gc.collect()
+        with run.numerics():
+            spent = measure.sample(lambda: done.append(run.step()), repeats, self.clock)
+        return sum(done) / (spent * repeats)
+
+    def speeds(
+        self, settings: Settings, pairs: list[tuple[float, float]], proof: dict, start: dict | None, product: float
+    ) -> dict:
+        """Throughput, speed-up with its interval and use of the hardware, from pairs of rates of computed units."""
+        work, specified = self.workload, specified_flops(self.device)
+        share = work.share_of_real(settings)
+        real = share / work.share_of_real(work.start())
+        computed, useful = work.flops(settings)
+        against = measure.ratio(work.gains([rung * real / first for first, rung in pairs], settings, proof, start))
+        rate = statistics.median(rung * share for _, rung in pairs)
+        return {
+            "unit": work.unit,
+            "rate": rate,
+            "real_share": share,
+            "speedup": against.median,
+            "speedup_low": against.low,
+            "speedup_high": against.high,
+            "spread": f"{against.confidence:.0%} interval",
+            "rounds": len(pairs),
+            "flops": useful,
+            "flops_computed": computed / share,
+            "product_flops": product,
+            "mfu_specified": rate * useful / specified if specified else None,
+            "mfu_product": rate * useful / product,
+            "target": work.target,
+        }
+
+    def split(self, run: Training) -> dict[str, float]:
+        """The share of each part of a step: each part is waited for, so nothing overlaps while this is measured."""
+        spent: dict[str, float] = {}
+        last = 0.0
+
+        def mark(phase: str) -> None:
+            nonlocal last
+            now = self.clock()
+            spent[phase] = spent.get(phase, 0.0) + now - last
+            last = now
+
+        with run.numerics():
+            for _ in range(10 if self.device.type == "cuda" else 2):
+                last = self.clock()
+                run.step(mark=mark)
+        return {phase: part / sum(spent.values()) for phase, part in spent.items()}
+
+    def reset_memory(self) -> int:
+        """Forget the GPU's peak; return the bytes that are allocated now."""
+        gc.collect()
+        if self.device.type != "cuda":
+            return 0
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        return torch.cuda.memory_allocated()
+
+
+def finite(model: torch.nn.Module) -> bool:
+    """Whether every parameter is a number still: the race trains on, at full batches, after the proof."""
+    return all(bool(weight.isfinite().all()) for weight in model.parameters())

@@ -1,0 +1,148 @@
+"""What the ladders train: a base class, and a module per workload."""
+
+import contextlib
+import functools
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import torch
+
+from benchmarks.loop import Batch, Rung, Settings, Training, repeated
+from speedlab import count, machine
+
+CPU = torch.device("cpu")
+# A rung still trains if its loss after the proof's steps is within this of the start's.
+MARGIN = 0.15
+
+
+class Workload:
+    """A task at a scale ('tiny' to try it out, 'quick', or 'full' with real data) on a device, and its ladder.
+
+    A subclass sets `unit` (what is counted per second), `task` (in words) and `target` (the share of the measured
+    matrix product that the best rung on a CPU should reach), and defines `start`, `rungs`, `training`, `batches`,
+    `fixed` and `blank`. The other methods suit samples of one size.
+    """
+
+    unit = "images"
+    task = ""
+    target = 0.0
+
+    def __init__(self, device: torch.device, scale: str):
+        self.device, self.scale, self.tiny = device, scale, scale == "tiny"
+
+    def start(self) -> Settings:
+        """The naive start, which every rung is compared with."""
+        raise NotImplementedError
+
+    def rungs(self) -> tuple[Rung, ...]:
+        """The ladder, cumulative; the first rung is the start and changes nothing."""
+        raise NotImplementedError
+
+    def training(
+        self, settings: Settings, stream: Iterator[Batch] | None = None, device: torch.device | None = None
+    ) -> Training:
+        """The loop of these settings, with a model made from seed 0; on `device` if that is given."""
+        raise NotImplementedError
+
+    def batches(self, settings: Settings) -> Iterator[Batch]:
+        """Endless shuffled batches on the device."""
+        raise NotImplementedError
+
+    def fixed(self, settings: Settings, rows: int, width: int = 0) -> Batch:
+        """A batch of the first `rows` samples, the same for every rung; texts have `width` tokens, if given."""
+        raise NotImplementedError
+
+    def blank(self, settings: Settings, rows: int, width: int = 0) -> Batch:
+        """A CPU batch without content, as wide as the widest or `width`: for counting under fake tensors."""
+        raise NotImplementedError
+
+    def task_of(self, rung: Rung) -> str:
+        """What this rung does, in words: a rung apart does something else than the others."""
+        return f"{self.task} ({rung.name})" if rung.apart else self.task
+
+    def build(self, settings: Settings) -> Training:
+        """The loop of these settings with its own batches."""
+        return self.training(settings, self.batches(settings))
+
+    def share_of_real(self, settings: Settings) -> float:
+        """The part of what is computed that is real, not padding."""
+        return 1.0
+
+    def flops(self, settings: Settings) -> tuple[float, float]:
+        """Operations of a training step for each computed unit, and for each real unit without any padding."""
+        each = float(self.sample_flops(settings.size))
+        return each, each
+
+    @functools.cache  # noqa: B019 (a workload lives as long as the process)
+    def sample_flops(self, size: int, width: int = 0) -> int:
+        """Operations of one forward and backward pass over one sample, counted on fake tensors: nothing is computed.
+
+        In fp32 and eager, with attention as products, which the counter knows.
+        """
+        settings = replace(self.start(), batch=1, plain_attention=True, host_metric=False, size=size)
+        with _fake(), count.without_initialisation():
+            run, batch = self.training(settings, device=CPU), self.blank(settings, 1, width)
+            with run.numerics():
+                return count.flops(lambda: run.loss(run.model, batch)[0].backward())
+
+    @functools.cache  # noqa: B019
+    def peak_memory(self, settings: Settings) -> int:
+        """Predicted peak bytes of training in these settings' precision, not compiled, found on fake tensors."""
+        plain = replace(settings, padding="longest", compiled=False, channels_last=False, resident=False,
+                        keep_memory=False, host_metric=False, tf32=False, pinned=False, workers=0)  # fmt: skip
+        if plain != settings:
+            return self.peak_memory(plain)
+
+        def build() -> tuple[torch.nn.Module, torch.optim.Optimizer, Callable[[], int]]:
+            with default_dtype(torch.bfloat16 if plain.master else torch.float32):
+                run = self.training(plain, device=CPU)
+            batch = self.blank(plain, plain.batch)
+            return run.model, run.optimizer, lambda: run.step(batch)
+
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Module is None")  # the tracker, of a model inside a model
+            return count.predict_peak_memory(build).total
+
+    def prove(self, run: Training, start: dict | None) -> dict:
+        """Train on a few fixed samples; does the loss fall about as far as at the start, whose row is given?
+
+        On a GPU a larger batch holds the same samples several times over, so that its gradient is the same; the loss
+        is read without dropout. `first_s` are the first step's seconds. A key `not_run` means that it does not count.
+        """
+        usual, clock = self.start().batch, machine.synchronised_clock(self.device)
+        # a CPU would spend minutes on whole batches
+        steps, rows = (20, usual) if self.device.type == "cuda" else (8, min(4, usual))
+        batch = self.fixed(run.settings, rows)
+        whole = repeated(batch, run.settings.batch // usual) if rows == usual else batch
+        before, seconds = run.evaluate(batch), []
+        with run.numerics():
+            for _ in range(steps):
+                begin = clock()
+                run.step(whole)
+                seconds.append(clock() - begin)
+        loss = run.evaluate(batch)
+        wanted = min(before, (start["loss"] if start else loss) + MARGIN)
+        return {"loss_before": before, "loss": loss, "loss_start": start["loss"] if start else loss, "margin": MARGIN,
+                "trains": loss < wanted, "first_s": seconds[0]}  # fmt: skip
+
+    def gains(self, ratios: list[float], settings: Settings, proof: dict, start: dict | None) -> list[float]:
+        """Speed-ups, from the ratios of the real units' rates to the start's, pair by pair."""
+        return ratios
+
+
+def _fake() -> contextlib.AbstractContextManager:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Make new floating-point tensors `dtype`; under fake tensors, Module.to(dtype) does not work."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

@@ -1,0 +1,133 @@
+"""What results/ holds is shown: on the results page, in the README, in notebooks; a GPU as soon as there is one."""
+
+import json
+
+import pytest
+import readme
+from notebooks import ROOT
+
+from speedlab import claims, results
+from speedlab.display import seconds_text, table
+
+STAMP = {"machine": "NVIDIA X1", "device": "cuda", "cores": 4, "instructions": ["compute capability 9.0"],
+         "date": "2031-02-03", "versions": {"torch": "3.0"},
+         "products": {"before": {"bf16": 5e14}, "after": {"bf16": 4e14}}}  # fmt: skip
+RUNG = {"task": "Fine-tuning", "apart": False, "trains": True, "speedup": 2.5, "speedup_low": 2.25,
+        "speedup_high": 2.75, "speedup_tf32": 1.5, "rate": 100.0, "unit": "images", "memory_predicted": 3e9,
+        "memory_measured": 4e9,
+        "mfu_specified": 0.3, "mfu_product": 0.4, "loss": 1.0, "loss_start": 1.0,
+        "target": 0.6}  # fmt: skip
+STEP = {"task": "a training step of ViT-B/16, batch 64", "found": "a figure"}
+SECTIONS = {
+    "precision": [
+        {**STEP, "dtype": "fp32", "median_s": 0.09, "speedup": 1.0},
+        {**STEP, "dtype": "tf32", "median_s": 0.06, "speedup": 1.5},
+        {**STEP, "dtype": "bf16", "median_s": 0.03, "speedup": 3.0},
+    ],
+    "ladder-vit": [
+        {**RUNG, "rung": "strict fp32", "speedup": 1.0},
+        {"task": "Fine-tuning", "rung": "TF32", "apart": False, "not_run": "it broke"},
+        {**RUNG, "rung": "bf16 autocast"},
+        {**RUNG, "rung": "compile", "speedup": 5.0},
+    ],
+    "compile": [
+        {"task": "GELU", "cold_s": 9.0, "warm_s": 1.0, "eager_s": 0.03, "compiled_s": 0.02, "found": "a bill"}
+    ],
+    "memory": [{"task": "peak memory of vit_b_16", "predicted": 2e9, "allocated": 2.1e9, "found": "off by -5%"}],
+}
+
+
+@pytest.fixture
+def made_up(tmp_path, monkeypatch):
+    """A folder of results: what is recorded, and a GPU that does not exist."""
+    for path in results.FOLDER.glob("*.json"):
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    sections = {name: {"stamp": STAMP, "noisy": True, "rows": rows} for name, rows in SECTIONS.items()}
+    (tmp_path / "nvidia-x1.json").write_text(json.dumps(sections))
+    monkeypatch.setattr(results, "FOLDER", tmp_path)
+    monkeypatch.setattr(readme, "FOLDER", tmp_path)
+    return tmp_path
+
+
+def test_a_row_says_what_was_done_where_and_when_and_a_gpu_comes_first(made_up):
+    first, *others = results.recorded("precision")
+    assert first["where"] == "NVIDIA X1, 2031-02-03, noisy" and first["device"] == "cuda"
+    assert {"machine", "date", "noisy", "task", "file"} <= first.keys()
+    assert {row["device"] for row in others[2:]} == {"cpu"}
+    assert results.recorded("nothing") == []
+
+
+def test_two_files_of_like_machines_never_hide_each_other(made_up):
+    text = (made_up / "nvidia-x1.json").read_text()
+    (made_up / "nvidia-x1-again.json").write_text(text)
+    names = {row["machine"] for row in results.recorded("compile") if row["device"] == "cuda"}
+    assert names == {"NVIDIA X1 (nvidia-x1)", "NVIDIA X1 (nvidia-x1-again)"}
+
+
+def test_every_recorded_row_has_what_readers_need():
+    for path in results.FOLDER.glob("*.json"):
+        for name, section in results.load(path).items():
+            for row in section["rows"]:
+                assert row["task"] and ("not_run" in row or "found" in row or "speedup" in row), (path.name, name)
+
+
+def test_the_results_page_shows_every_machine_folded(made_up):
+    page = readme.results_page()
+    gpu = page[page.index("## nvidia-x1") :]
+    assert page.index("## nvidia-x1") < page.index("## amd") and page.count("<details>") == page.count("</details>")
+    assert "<summary>ladder-vit, 2031-02-03, noisy</summary>" in gpu and "bf16 500 and 400" in gpu
+    assert "| bf16 autocast | 100 images | 2.50x (2.25 to 2.75) | 1.50x | 3.0 GB / 4.0 GB | 30% / 40% |" in gpu
+    assert "| TF32 | not run | it broke |" in gpu and "off by -5%" in gpu
+
+
+def test_the_readme_shows_the_gpu_in_its_headline_and_its_ladders(made_up):
+    first = readme.precision().splitlines()[2]
+    assert first == "| ViT-B/16, batch 64 | 3.00x | 2.00x | NVIDIA X1, 2031-02-03, noisy |"
+    made = readme.ladder("vit")
+    assert "5.0 times as fast as strict fp32 with the rung *compile* (NVIDIA X1, 2031-02-03, noisy)" in made
+    assert "3.85 times as fast on AMD EPYC" in made and made.startswith("![Bar chart of a ladder.")
+
+
+@pytest.mark.parametrize(
+    ("name", "cell", "wanted"),
+    [
+        ("9.1-mixed-precision/1-number-formats", "cb0f43ce", ["3.00x", "ViT-B/16, batch 64"]),
+        ("9.1-mixed-precision/2-autocast", "56248ca4", ["0.03 s", "3.00x", "tf32"]),
+        ("9.4-compile/1-what-compile-does", "e7bb7f2b", ["900.0"]),
+        ("9.4-compile/3-compile-in-training-and-inference", "7e2b4c90", ["2.00x", "yes"]),
+    ],
+)
+def test_notebooks_show_the_gpu(made_up, name, cell, wanted, capsys):
+    cells = json.loads((ROOT / "code-units" / f"{name}.ipynb").read_text(encoding="utf-8"))["cells"]
+    [source] = ["".join(c["source"]) for c in cells if c["id"] == cell]
+    shown = []
+    given = {"results": results, "claim_at_least": claims.claim_at_least, "seconds_text": seconds_text,
+             "itertools": __import__("itertools"), "compiler": None}  # fmt: skip
+    given["table"] = lambda columns, rows, *_: shown.append(str(table(columns, rows)))
+    exec(source, given)
+    text = "".join(shown) + str(given.get("bills", ""))
+    assert "NVIDIA X1, 2031-02-03, noisy" in text and all(word in text for word in wanted), text
+
+
+def test_a_picture_of_other_results_is_stale_and_drawn_anew(tmp_path, monkeypatch):
+    chart, name = readme.ladder_pictures, "vit"
+    monkeypatch.setattr(results, "FOLDER", tmp_path)
+    monkeypatch.setattr(chart, "FOLDER", tmp_path)
+    assert not chart.stale(name)
+    others = {**RUNG, "rung": "b", "apart": True, "speedup": 9}, {**RUNG, "rung": "c", "trains": False, "speedup": 9}
+    first = {**RUNG, "rung": "a"}
+    for rows in ([first], [first, *others]):
+        section = {"ladder-vit": {"stamp": STAMP, "noisy": False, "rows": rows}}
+        (tmp_path / "a-machine.json").write_text(json.dumps(section))
+        assert chart.stale(name)
+        chart.draw(name)
+        assert not chart.stale(name)
+    assert "2.50 times" in chart.alt(name)
+
+
+def test_the_bar_chart_shows_the_measured_rungs_of_every_file(made_up):
+    axes = readme.ladder_pictures.figure("vit").axes
+    names = [label.get_text() for label in axes[0].get_yticklabels()]
+    assert len(axes) == 3 and names == ["strict fp32", "bf16 autocast", "compile"]
+    assert "smaller images, 112 pixels\n(another task)" in [t.get_text() for t in axes[1].get_yticklabels()]
+    assert "compile\n(does not train)" in [t.get_text() for t in axes[2].get_yticklabels()]
