@@ -1,0 +1,213 @@
+"""Twelve training steps, each slow for one reason of its own but for the last, which is well; for the notebooks here.
+
+Each function returns a fresh Job. What it suffers from stands in ILLS, under its name.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset
+
+from speedlab.diagnose import Job
+
+WIDTH, CLASSES = 512, 10
+
+
+def mlp(width: int = WIDTH, layers: int = 3) -> nn.Module:
+    hidden = [part for _ in range(layers) for part in (nn.Linear(width, width), nn.ReLU())]
+    return nn.Sequential(*hidden, nn.Linear(width, CLASSES))
+
+
+def rows(width: int = WIDTH):
+    return lambda size: (torch.randn(size, width), torch.randint(CLASSES, (size,)))
+
+
+def loss_fn(model: nn.Module, batch: tuple) -> torch.Tensor:
+    inputs, labels = batch
+    with torch.autocast(inputs.device.type, dtype=torch.bfloat16):
+        logits = model(inputs)
+    return F.cross_entropy(logits.float(), labels)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=1e-2, fused=True)
+
+
+def usual(**changed) -> Job:
+    """A step without a fault: bf16 products on a large batch, a fused optimizer."""
+    given = dict(make_model=mlp, make_batch=rows(), loss_fn=loss_fn, make_optimizer=sgd, batch_size=2048)
+    return Job(**{**given, **changed})
+
+
+class Letters(Dataset):
+    """Samples that are decoded in Python, number by number."""
+
+    def __len__(self) -> int:
+        return 2048 * 8
+
+    def __getitem__(self, i: int) -> tuple[torch.Tensor, int]:
+        text = ",".join(str((i * 31 + k) % 97) for k in range(64))
+        return torch.tensor([float(number) for number in text.split(",")]).repeat(WIDTH // 64), i % CLASSES
+
+
+def data() -> Job:
+    return usual(loader=DataLoader(Letters(), batch_size=2048))
+
+
+def host_waits() -> Job:
+    def step(model, optimizer, batch):
+        optimizer.zero_grad()
+        loss = loss_fn(model, batch)
+        loss.backward()
+        norms = [p.grad.norm().item() for p in model.parameters()]
+        if max(norms) < 1e3 and loss.item() < 1e3:
+            optimizer.step()
+        return loss
+
+    return usual(step=step)
+
+
+def many_small_operations() -> Job:
+    thin = lambda: mlp(16, layers=80)  # noqa: E731
+    return usual(make_model=thin, make_batch=rows(16), batch_size=32)
+
+
+class Chain(nn.Module):
+    """A linear layer between forty pointwise operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(10):
+            x = torch.tanh(x * 1.1 + 0.1).exp() - 1
+        return self.layer(x)
+
+
+def memory_bound_chain() -> Job:
+    return usual(make_model=Chain, batch_size=4096)
+
+
+def compute_bound() -> Job:
+    exact = lambda model, batch: F.cross_entropy(model(batch[0]), batch[1])  # noqa: E731
+    return usual(loss_fn=exact)
+
+
+def optimizer_bound() -> Job:
+    return usual(make_optimizer=lambda model: torch.optim.AdamW(model.parameters(), foreach=False), batch_size=64)
+
+
+class Tagger(nn.Module):
+    """An embedding and an MLP for each token; padding is 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.body = nn.Embedding(1000, WIDTH), mlp()
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.body(self.embed(tokens))
+
+
+def padding() -> Job:
+    def batch(size: int) -> tuple:
+        lengths = torch.randint(6, 20, (size, 1))
+        lengths[0] = 64
+        tokens = torch.randint(1, 1000, (size, 64))
+        return tokens.where(torch.arange(64) < lengths, 0), torch.randint(CLASSES, (size, 64))
+
+    def loss(model: nn.Module, batch: tuple) -> torch.Tensor:
+        tokens, labels = batch
+        return loss_fn(lambda x: model(x).flatten(0, 1), (tokens, labels.flatten()))
+
+    return usual(make_model=Tagger, make_batch=batch, loss_fn=loss, batch_size=64)
+
+
+class Flat(nn.Module):
+    """Compiled without open sizes, so that every new length is compiled again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = mlp()
+        self.forward = torch.compile(self.body.forward, backend="eager", dynamic=False)
+
+
+def recompiling() -> Job:
+    lengths = iter(range(1500, 4000, 7))
+
+    def batch(size: int) -> tuple:
+        return rows()(next(lengths))
+
+    return usual(make_model=Flat, make_batch=batch)
+
+
+def leak() -> Job:
+    history = []
+
+    def step(model, optimizer, batch):
+        optimizer.zero_grad()
+        loss = loss_fn(model, batch)
+        loss.backward()
+        optimizer.step()
+        history.append(loss)
+        return loss
+
+    return usual(step=step)
+
+
+def peak_too_high() -> Job:
+    return usual(make_model=lambda: mlp(layers=24))
+
+
+class Averaged(torch.autograd.Function):
+    """Passes a tensor on; its gradient is averaged over all processes."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        gradient = gradient.contiguous()
+        dist.all_reduce(gradient)
+        return gradient / dist.get_world_size()
+
+
+class Exchanging(nn.Module):
+    """Averages the gradient of every activation over the processes, where that of the weights would do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = mlp()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for part in self.body:
+            x = Averaged.apply(part(x))
+        return x
+
+
+def communication() -> Job:
+    return usual(make_model=Exchanging)
+
+
+def healthy() -> Job:
+    return usual()
+
+
+# the limit that one of them breaks, in bytes
+MEMORY = 64 * 2**20
+ILLS = {
+    "data": "load in other processes",
+    "host_waits": "do not wait for the device in every step",
+    "many_small_operations": "a larger batch",
+    "memory_bound_chain": "torch.compile",
+    "compute_bound": "bf16 autocast",
+    "optimizer_bound": "a fused optimizer",
+    "padding": "batches of similar length",
+    "recompiling": "keep the shapes that are compiled",
+    "leak": "stop keeping what a step made",
+    "peak_too_high": "checkpointing, or micro-batches",
+    "communication": "overlap communication with backward",
+    "healthy": None,
+}

@@ -1,0 +1,47 @@
+"""python -m speedlab.diagnose my_training.py:build [--minutes 3] [--memory 16GiB] [--climb] [--out report.html]"""
+
+import argparse
+import re
+import sys
+from pathlib import Path
+
+from speedlab.diagnose import DiagnoseError, diagnose, load
+from speedlab.diagnose.report import text
+
+
+def size(said: str) -> int:
+    """Bytes in `16GiB`, `800MB` or `1e9`."""
+    found = re.fullmatch(r"([\d.]+(?:e\d+)?)\s*([KMGT]?)(i?)B?", said.strip(), re.I)
+    if not found:
+        raise argparse.ArgumentTypeError(f"{said!r} is no size; write 16GiB or 800MB")
+    number, prefix, binary = found.groups()
+    return int(float(number) * (1024 if binary else 1000) ** (" KMGT".index(prefix.upper() or " ")))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m speedlab.diagnose", description="Say what bounds a training step."
+    )
+    parser.add_argument("place", metavar="file.py:function", help="a function without arguments that returns a Job")
+    parser.add_argument("--minutes", type=float, default=3.0, help="time for clocks, in all (3)")
+    parser.add_argument("--memory", type=size, help="the limit that the peak must keep, such as 16GiB")
+    parser.add_argument("--climb", action="store_true", help="apply what is advised to copies, prove and time it")
+    parser.add_argument("--out", type=Path, help="write a report there: .html or .json")
+    given = parser.parse_args(arguments)
+    try:
+        found = diagnose(load(given.place), memory=given.memory, seconds=60 * given.minutes, climbing=given.climb)
+    except DiagnoseError as error:
+        print(error, file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("Stopped; nothing of yours was changed.", file=sys.stderr)
+        return 130
+    print(text(found))
+    if given.out:
+        given.out.write_text(found.json() if given.out.suffix == ".json" else found.html(), encoding="utf-8")
+        print(f"Written to {given.out}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,366 @@
+"""What one training step consists of, counted: every operation with its FLOPs, bytes, module and phase; and what is odd.
+
+Nothing here reads a clock, so that two runs give the same counts on any machine. Bytes are those of an operation's
+inputs and outputs, as if nothing stayed in a cache; FLOPs are those of products, convolutions and attention.
+"""
+
+import logging
+import os
+import sys
+import threading
+import traceback
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+from torch.utils.module_tracker import ModuleTracker
+
+from speedlab import count
+from speedlab.diagnose.jobs import DiagnoseError, Job, size_of, tensors, untouched
+
+FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"
+_NOTHING_LAUNCHED = frozenset(("_unsafe_view", "empty", "empty_like", "empty_strided", "new_empty", "detach"))
+# Operations whose result the host must wait for, and methods that copy to it.
+_WAITS = frozenset(
+    ("_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "_unique2", "unique_dim")
+)
+# Seconds that a loader may take for four batches.
+PATIENCE = 60.0
+_COPIES = frozenset(("cpu", "numpy", "tolist"))
+_OURS = tuple(str(Path(file).parent) + os.sep for file in (__file__, torch.__file__))
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One operation: its name, dtype, phase, module, FLOPs and bytes; `collective` if it speaks to other processes."""
+
+    name: str
+    dtype: str
+    phase: str
+    module: str
+    flops: int
+    bytes: int
+    collective: bool = False
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What a step of a job is made of. All but the operations are per step; bytes are bytes."""
+
+    operations: tuple[Operation, ...]
+    saved: int
+    saved_by_module: dict[str, int]
+    parameters: int
+    gradients: int
+    optimizer: int
+    peak: int
+    syncs: dict[str, int]
+    left_behind: int
+    padded: float
+    repeated: dict[str, int]
+    moved_again: dict[str, int]
+    unused_gradients: int
+    graph_breaks: dict[str, int] | None
+    recompiled: int
+    calls_per_batch: int | None
+    batch_size: int
+
+    @property
+    def flops(self) -> int:
+        return sum(operation.flops for operation in self.operations)
+
+    @property
+    def bytes(self) -> int:
+        return sum(operation.bytes for operation in self.operations)
+
+    def by(self, kind: str) -> dict[str, tuple[int, int, int]]:
+        """Operations, FLOPs and bytes by 'phase', 'module', 'dtype' or 'name', the largest in bytes first."""
+        found: dict[str, list[int]] = {}
+        for operation in self.operations:
+            row = found.setdefault(getattr(operation, kind), [0, 0, 0])
+            row[:] = row[0] + 1, row[1] + operation.flops, row[2] + operation.bytes
+        return {name: tuple(row) for name, row in sorted(found.items(), key=lambda item: -item[1][2])}
+
+
+def counts(job: Job, *, breaks: bool = True) -> Counts:
+    """Count the fifth training step of a fresh model: by then the optimizer's state exists and caches are warm."""
+    with untouched():
+        model, optimizer = job.built()
+        batches = [job.batch() for _ in range(7)]
+        for number, batch in enumerate(batches[:4]):
+            if number == 2:  # a second shape may cost a second compilation, with sizes left open
+                graphs = _graphs()
+            job.train(model, optimizer, batch)
+        recompiled = _graphs() - graphs
+        watch = _Watch(model, optimizer, batches[4])
+        with watch:
+            job.train(model, optimizer, batches[4])
+        moved, left = set(watch.moved), []
+        for batch in batches[5:]:
+            later = _Watch(model, optimizer, batch)
+            with later:
+                job.train(model, optimizer, batch)
+            moved &= later.moved.keys()
+            left.append(later.left_behind(model))
+        state = count.state_bytes(model, optimizer)
+        saved, by_module = _saved(job, model, batches[4])
+        in_use = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        unused = [p for p in model.parameters() if p.requires_grad and id(p) not in in_use]
+        return Counts(
+            operations=tuple(watch.operations),
+            saved=saved,
+            saved_by_module=by_module,
+            parameters=state.parameters,
+            gradients=state.gradients,
+            optimizer=state.optimizer,
+            peak=watch.peak,
+            syncs=dict(watch.syncs),
+            left_behind=min(left),
+            padded=_padded(batches),
+            repeated=dict(watch.repeated),
+            moved_again={watch.moved[key]: 1 for key in moved},
+            unused_gradients=sum(p.nbytes for p in unused),
+            graph_breaks=_graph_breaks(job, batches[4]) if breaks else None,
+            recompiled=recompiled,
+            calls_per_batch=_calls(job.loader) if job.loader is not None else None,
+            batch_size=size_of(batches[4]),
+        )
+
+
+class _Watch(TorchDispatchMode):
+    """Sees every operation of a step, and what the model's and the user's code does around them."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, batch: object) -> None:
+        super().__init__()
+        self.optimizer, self.batch = optimizer, tensors(batch)
+        self.operations: list[Operation] = []
+        self.syncs: Counter[str] = Counter()
+        self.repeated: Counter[str] = Counter()
+        self.moved: dict[tuple[weakref.ref, int], str] = {}
+        self.held: dict[weakref.ref, int] = {}
+        self.made: set[weakref.ref] = set()
+        self.live = self.peak = 0
+        self.modules, self.methods = ModuleTracker(), _Methods(self)
+        self.stepping, self._seen = False, set()
+        for tensor in _kept(model, optimizer, batch):
+            self.hold(tensor)
+
+    def __enter__(self):
+        self.hooks = [
+            self.optimizer.register_step_pre_hook(lambda *_: setattr(self, "stepping", True)),
+            self.optimizer.register_step_post_hook(lambda *_: setattr(self, "stepping", False)),
+            nn.modules.module.register_module_forward_pre_hook(self._called),
+        ]
+        self.modules.__enter__()
+        self.methods.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        super().__exit__(*error)
+        self.methods.__exit__(*error)
+        self.modules.__exit__(*error)
+        for hook in self.hooks:
+            hook.remove()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        name = func._schema.name.split("::")[-1]
+        if name in _WAITS and not self.stepping:
+            self.sync()
+        if func.is_view or name in _NOTHING_LAUNCHED or func.namespace not in ("aten", "c10d", "_c10d_functional"):
+            return out
+        collective = func.namespace != "aten"
+        taken, given = _flat((args, kwargs)), _flat(out)
+        for tensor in given:
+            self.hold(tensor, made=True)
+        counter = flop_registry.get(func._overloadpacket)
+        flops = counter(*args, **(kwargs or {}), out_val=out) if counter else 0
+        moved = sum(_bytes(t) for t in (*taken, *given))
+        dtype = count.dtype_name((taken or given)[0].dtype) if taken or given else ""
+        self.operations.append(Operation(name, dtype, self._phase(), self._module(), int(flops), moved, collective))
+        return out
+
+    def hold(self, tensor: torch.Tensor, made: bool = False) -> None:
+        """Count a tensor's storage as live until it is freed."""
+        storage = tensor.untyped_storage()
+        ref = weakref.ref(storage, self._freed)
+        if ref not in self.held:
+            self.held[ref] = storage.nbytes()
+            self.made |= {ref} if made else set()
+            self.live += storage.nbytes()
+            self.peak = max(self.peak, self.live)
+
+    def _freed(self, ref: weakref.ref) -> None:
+        self.live -= self.held.pop(ref, 0)
+        self.made.discard(ref)
+
+    def _phase(self) -> str:
+        # a backward runs as a task of autograd's engine, whoever started it
+        return OPTIMIZER if self.stepping else BACKWARD if torch._C._current_graph_task_id() != -1 else FORWARD
+
+    def _module(self) -> str:
+        """The innermost module that runs."""
+        inside = self.modules.parents - {"Global"}
+        return max(inside, key=lambda name: (name.count("."), name)).partition(".")[2] if inside else ""
+
+    def _called(self, module: nn.Module, given: tuple) -> None:
+        """Note a module that is called again with the very same input in one forward pass."""
+        key = (id(module), *((t.data_ptr(), t._version, t.shape) for t in _flat(given)))
+        if len(key) > 1 and torch._C._current_graph_task_id() == -1:
+            if key in self._seen and any(True for _ in module.parameters()):
+                self.repeated[type(module).__name__] += 1
+            self._seen.add(key)
+
+    def sync(self) -> None:
+        self.syncs[line_of_caller()] += 1
+
+    def left_behind(self, model: nn.Module) -> int:
+        """Bytes of what this step made and what still lives, apart from state and batch."""
+        own = {weakref.ref(t.untyped_storage()) for t in _kept(model, self.optimizer, self.batch)}
+        return sum(self.held[ref] for ref in self.made - own)
+
+
+class _Methods(TorchFunctionMode):
+    """Sees methods that copy to the host, or move a tensor, also where they change nothing on this machine."""
+
+    def __init__(self, watch: _Watch) -> None:
+        super().__init__()
+        self.watch = watch
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        name = getattr(func, "__name__", "")
+        if not self.watch.stepping and args and isinstance(args[0], torch.Tensor):
+            if name in _COPIES:
+                self.watch.sync()
+        out = func(*args, **(kwargs or {}))
+        if name in ("to", "cuda") and out.data_ptr() != args[0].data_ptr() and not args[0].requires_grad:
+            if not any(args[0] is t for t in self.watch.batch):
+                self.watch.moved[weakref.ref(args[0].untyped_storage()), args[0]._version] = line_of_caller()
+        return out
+
+
+def line_of_caller() -> str:
+    """`file.py:12` of the innermost frame that is neither torch's nor this package's."""
+    frame = sys._getframe(1)
+    while frame:
+        name = frame.f_code.co_filename
+        if not name.startswith(_OURS) and "contextlib" not in name:
+            short = Path(name).name if "/ipykernel_" not in name else "notebook"
+            return f"{short}:{frame.f_lineno} {frame.f_code.co_name}"
+        frame = frame.f_back
+    return "inside torch"
+
+
+def _kept(model: nn.Module, optimizer: torch.optim.Optimizer, batch: object) -> list[torch.Tensor]:
+    """What lives from step to step, and the batch."""
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    return [
+        *model.parameters(),
+        *model.buffers(),
+        *gradients,
+        *_flat(list(optimizer.state.values())),
+        *tensors(batch),
+    ]
+
+
+def _flat(value: object) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = value.values()
+    return [t for part in value for t in _flat(part)] if isinstance(value, Iterable) and not isinstance(
+        value, str) else []  # fmt: skip
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    """Bytes of a tensor's elements; of one that is expanded, those that exist."""
+    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
+
+
+def _saved(job: Job, model: nn.Module, batch: object) -> tuple[int, dict[str, int]]:
+    saved = count.saved_bytes(lambda: job.loss(model, batch), model)
+    found: Counter[str] = Counter()
+    for tensor in saved.tensors:
+        found[tensor.where] += tensor.bytes
+    return saved.bytes, dict(found.most_common())
+
+
+def _padded(batches: list) -> float:
+    """The share of tokens that an attention mask hides, or that repeat the last id to a row's end."""
+    hidden = total = 0
+    for batch in batches:
+        mask = batch.get("attention_mask") if hasattr(batch, "get") else None
+        if mask is None:
+            ids = [t for t in tensors(batch) if t.dim() == 2 and t.shape[1] > 2 and not t.is_floating_point()]
+            if not ids:
+                continue
+            same = (ids[0] == ids[0][:, -1:]).flip(1).cumprod(1).flip(1).bool()
+            # one token at the end equals itself: only a run of them is padding
+            mask = ~(same & (same.sum(1, keepdim=True) > 1))
+        hidden, total = hidden + int((mask == 0).sum()), total + mask.numel()
+    return hidden / total if total else 0.0
+
+
+def _graphs() -> int:
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def _graph_breaks(job: Job, batch: object) -> dict[str, int] | None:
+    """Where torch.compile would cut the forward pass, and how often; None: it cannot trace it at all."""
+    model, log = job.make_model().train(), logging.getLogger("torch._dynamo")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        torch._dynamo.reset()
+        told = torch._dynamo.explain(lambda: job.loss_fn(model, batch))()
+    except Exception:
+        return None
+    finally:
+        log.setLevel(level)
+        torch._dynamo.reset()
+    found: Counter[str] = Counter()
+    for reason in told.break_reasons:
+        frame: traceback.FrameSummary = reason.user_stack[-1]
+        found[f"{Path(frame.filename).name}:{frame.lineno} {str(reason.reason).splitlines()[0][:80]}"] += 1
+    return dict(found)
+
+
+def _calls(loader: Iterable) -> int:
+    """Python calls that a batch of this loader costs in the training process, on average over three batches."""
+    made, taken, error = 0, 0, []
+
+    def watch(frame, event, argument) -> None:
+        nonlocal made
+        made += event in ("call", "c_call")
+
+    def take() -> None:
+        nonlocal taken
+        try:
+            batches = iter(loader)
+            next(batches, None)
+            sys.setprofile(watch)
+            for _ in range(3):
+                taken += next(batches, None) is not None
+        except Exception as raised:
+            error.append(raised)
+        finally:
+            sys.setprofile(None)
+
+    # a loader may wait for ever for a worker or a network; a thread can be left behind
+    thread = threading.Thread(target=take, daemon=True)
+    thread.start()
+    thread.join(PATIENCE)
+    if thread.is_alive():
+        raise DiagnoseError(
+            f"The loader gave no four batches within {PATIENCE:g} s. Try it alone; leave out loader=."
+        )
+    if error or not taken:
+        raise DiagnoseError(f"The loader gave no two batches: {error[0] if error else 'it ended'}.")
+    return made // taken

@@ -1,0 +1,213 @@
+"""What is diagnosed: a training step that can be built again and again, from plain PyTorch, Lightning or transformers."""
+
+import contextlib
+import copy
+import importlib.util
+import random
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+
+class DiagnoseError(Exception):
+    """What was given cannot be diagnosed; the sentence says why and what to do."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One training step.
+
+    make_model() returns a model, make_batch(size) a batch of `size` samples (a tensor, or a tuple or dictionary that
+    holds some), loss_fn(model, batch) the loss, make_optimizer(model) an optimizer. `loader` gives batches as your
+    training does; without it the data pipeline is not looked at. `step(model, optimizer, batch)` replaces the usual
+    step (zero_grad, loss_fn, backward, step) where yours does more, such as logging; it returns the loss.
+    """
+
+    make_model: Callable[[], nn.Module]
+    make_batch: Callable[[int], object]
+    loss_fn: Callable[[nn.Module, object], torch.Tensor]
+    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer]
+    batch_size: int = 8
+    loader: Iterable | None = None
+    step: Callable[[nn.Module, torch.optim.Optimizer, object], torch.Tensor] | None = None
+
+    def built(self) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """A fresh model in training mode, and its optimizer."""
+        try:
+            model = self.make_model()
+        except Exception as error:
+            raise DiagnoseError(f"make_model() raised {_said(error)} Call it by itself until it works.") from error
+        if not isinstance(model, nn.Module):
+            raise DiagnoseError(f"make_model() returned a {type(model).__name__}; it must return an nn.Module.")
+        if isinstance(model, DistributedDataParallel):
+            raise DiagnoseError(
+                "The model is wrapped in DistributedDataParallel. Diagnose the model inside (.module)."
+            )
+        if any(p.is_cuda for p in model.parameters()) and not torch.cuda.is_available():
+            raise DiagnoseError("The model is on a GPU, which this process cannot use. Build it on the CPU.")
+        return model.train(), self.make_optimizer(model)
+
+    def batch(self, size: int | None = None) -> object:
+        """A batch of `size` samples, by default `batch_size`."""
+        try:
+            return self.make_batch(size or self.batch_size)
+        except Exception as error:
+            raise DiagnoseError(f"make_batch({size or self.batch_size}) raised {_said(error)}") from error
+
+    def train(self, model: nn.Module, optimizer: torch.optim.Optimizer, batch: object) -> torch.Tensor:
+        """Do one step; what goes wrong in it becomes one sentence."""
+        try:
+            if self.step:
+                return self.step(model, optimizer, batch)
+            optimizer.zero_grad()
+            loss = self.loss(model, batch)
+            loss.backward()
+            optimizer.step()
+            return loss
+        except (torch.OutOfMemoryError, MemoryError) as error:
+            raise DiagnoseError("One step needs more memory than there is. Give a smaller batch_size.") from error
+        except (DiagnoseError, KeyboardInterrupt):
+            raise
+        except Exception as error:
+            raise DiagnoseError(f"One training step raised {_said(error)} Does the model take this batch?") from error
+
+    def loss(self, model: nn.Module, batch: object) -> torch.Tensor:
+        """The loss of a batch, looked at: a single number that has a gradient."""
+        loss = self.loss_fn(model, batch)
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            raise DiagnoseError(f"loss_fn must return a tensor of one number, not {_kind(loss)}.")
+        if not loss.requires_grad:
+            raise DiagnoseError("The loss has no gradient: something detached it, or every parameter is frozen.")
+        return loss
+
+
+def from_lightning(module, loader: Iterable, batch_size: int | None = None) -> Job:
+    """The job of a LightningModule and its training loader. Batches are the loader's first one, cut or repeated."""
+    first = _first(loader)
+    return Job(
+        make_model=lambda: copy.deepcopy(module),
+        make_batch=lambda size: resized(first, size),
+        loss_fn=lambda model, batch: _loss_of(model.training_step(batch, 0)),
+        make_optimizer=lambda model: _optimizer_of(model.configure_optimizers()),
+        batch_size=batch_size or size_of(first),
+        loader=loader,
+    )
+
+
+def from_transformers(model, arguments, batch: dict, loader: Iterable | None = None) -> Job:
+    """The job of a Hugging Face model, TrainingArguments, and a batch that has labels."""
+    from transformers import Trainer
+
+    return Job(
+        make_model=lambda: copy.deepcopy(model),
+        make_batch=lambda size: resized(batch, size),
+        loss_fn=lambda model, batch: model(**batch).loss,
+        make_optimizer=lambda model: Trainer(model=model, args=arguments).create_optimizer(),
+        batch_size=arguments.per_device_train_batch_size,
+        loader=loader,
+    )
+
+
+def load(place: str) -> Job:
+    """The job that `file.py:function` builds; the function takes no arguments and returns a Job."""
+    name, _, function = place.partition(":")
+    path = Path(name)
+    if not function or path.suffix != ".py":
+        raise DiagnoseError(f"{place!r} names no function. Give file.py:build, where build() returns a Job.")
+    if not path.exists():
+        raise DiagnoseError(f"There is no file {name}.")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(path.parent.resolve()))
+    try:
+        spec.loader.exec_module(module)
+        job = getattr(module, function)()
+    except Exception as error:
+        raise DiagnoseError(f"{place} raised {_said(error)}") from error
+    finally:
+        sys.path.pop(0)
+    if not isinstance(job, Job):
+        raise DiagnoseError(f"{place} returned {_kind(job)}; it must return a Job.")
+    return job
+
+
+def tensors(batch: object) -> list[torch.Tensor]:
+    """All tensors in a batch, in order."""
+    if isinstance(batch, torch.Tensor):
+        return [batch]
+    if isinstance(batch, dict) or hasattr(batch, "items"):
+        batch = batch.values()
+    return [t for part in batch for t in tensors(part)] if isinstance(batch, Iterable | tuple) and not isinstance(
+        batch, str) else []  # fmt: skip
+
+
+def size_of(batch: object) -> int:
+    """The samples in a batch: the first dimension of its first tensor."""
+    first = next((t for t in tensors(batch) if t.dim()), None)
+    if first is None:
+        raise DiagnoseError("The batch holds no tensor with a batch dimension.")
+    return len(first)
+
+
+def resized(batch: object, size: int) -> object:
+    """The batch with `size` samples: its own, again and again."""
+    old = size_of(batch)
+    rows = torch.arange(size) % old
+
+    def cut(part: object) -> object:
+        if isinstance(part, torch.Tensor):
+            return part[rows.to(part.device)] if part.dim() and len(part) == old else part
+        if isinstance(part, dict) or hasattr(part, "items"):
+            return {key: cut(value) for key, value in part.items()}
+        return type(part)(cut(value) for value in part) if isinstance(part, tuple | list) else part
+
+    return cut(batch)
+
+
+@contextlib.contextmanager
+def untouched() -> Iterator[None]:
+    """Inside, Python's, NumPy's and torch's random states and default settings may change; afterwards they are as before."""
+    python, numpy, grad = random.getstate(), np.random.get_state(), torch.is_grad_enabled()
+    devices = list(range(torch.cuda.device_count()))
+    with torch.random.fork_rng(devices=devices):
+        torch.set_grad_enabled(True)
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)
+            torch.set_grad_enabled(grad)
+
+
+def _first(loader: Iterable) -> object:
+    with untouched():  # a loader draws a seed for its workers
+        for batch in loader:
+            return batch
+    raise DiagnoseError("The loader gives no batch.")
+
+
+def _loss_of(said: object) -> torch.Tensor:
+    return said["loss"] if isinstance(said, dict) else said
+
+
+def _optimizer_of(said: object) -> torch.optim.Optimizer:
+    """configure_optimizers may return an optimizer, a list, a pair of lists or a dictionary."""
+    while isinstance(said, tuple | list):
+        said = said[0]
+    return said["optimizer"] if isinstance(said, dict) else said
+
+
+def _kind(value: object) -> str:
+    shape = f" of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else ""
+    return f"{type(value).__name__}{shape}"
+
+
+def _said(error: Exception) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0] if text else 'no message'}."

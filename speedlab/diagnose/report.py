@@ -1,0 +1,150 @@
+"""A diagnosis as tables, as one HTML file that needs no network, and as JSON."""
+
+import base64
+import dataclasses
+import html
+import json
+from dataclasses import dataclass
+
+from speedlab import plots
+from speedlab.diagnose.climb import Rung, climb
+from speedlab.diagnose.counting import Counts, counts
+from speedlab.diagnose.jobs import Job
+from speedlab.diagnose.probes import contradiction, probe
+from speedlab.diagnose.rules import Advice, Device, Estimate, advise, estimate
+from speedlab.display import Table, bytes_text, table
+from speedlab.measure import Comparison
+
+_NOT_SEEN = (
+    "what kernels really cost: bytes are counted as if each operation ran alone, without caches",
+    "the network between machines, and waiting for slower processes",
+    "decoding in C, which the count of Python calls leaves out: look at the row with your loader",
+    "whether fewer steps would do: a schedule, or a better pretrained model (9.9)",
+)
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What bounds a step on a device, and what would help it; `probes` and `rungs` where a clock was read."""
+
+    device: Device
+    counts: Counts
+    estimate: Estimate
+    advice: tuple[Advice, ...]
+    probes: Comparison | None = None
+    cannot_tell: str = ""
+    rungs: tuple[Rung, ...] = ()
+
+    @property
+    def helps(self) -> tuple[str, ...]:
+        """The techniques that are worth it, the first first."""
+        return tuple(advice.technique for advice in self.advice if advice.helps)
+
+    def counted(self) -> Table:
+        """What the step consists of; the same on any machine."""
+        c = self.counts
+        rows = [
+            ("operations", f"{len(c.operations):,}", _by(c, "phase", 0)),
+            ("FLOPs", f"{c.flops:,}", _by(c, "dtype", 1)),
+            ("bytes moved", bytes_text(c.bytes), f"{c.flops / max(c.bytes, 1):.1f} FLOPs per byte"),
+            ("saved for backward", bytes_text(c.saved), ", ".join(list(c.saved_by_module)[:1])),
+            ("predicted peak", bytes_text(c.peak), f"parameters {bytes_text(c.parameters)}"),
+            ("waits of the host", str(sum(c.syncs.values())), "; ".join(c.syncs)),
+            ("padding", f"{c.padded:.0%}", "of all tokens"),
+            ("graph breaks", _breaks(c), "; ".join(c.graph_breaks or ())),
+        ]
+        return table(["in one step", "counted", "of which"], rows)
+
+    def advised(self) -> Table:
+        """What helps, in order, what may (?), and what does not (-); exact for a device whose figures are given."""
+        rows = [(i, a.technique, _bound(a), a.evidence, a.price, a.unit) for i, a in
+                enumerate((a for a in self.advice if a.helps), 1)]  # fmt: skip
+        rows += [("?" if a.may else "-", a.technique, _bound(a), a.evidence, "", a.unit) for a in self.advice if not a.helps]
+        return table(["", "technique", "at most", "evidence", "price", "unit"], rows)
+
+    def climbed(self) -> Table:
+        """What each technique that was tried gave."""
+        rows = [
+            (r.technique, r.why, "" if r.off is None else f"{r.off:.0e}", f"{r.operations:,}" if r.operations else "")
+            for r in self.rungs
+        ]
+        return table(["tried", "result", "gradients off by", "operations"], rows, measured=True)
+
+    def sentence(self) -> str:
+        """The regime, and the first thing to do."""
+        if self.cannot_tell:
+            return f"Cannot tell what bounds this step. {self.cannot_tell}"
+        first = f"First: {self.helps[0]}." if self.helps else "Nothing in the table would help it by a tenth."
+        return f"On {self.device.name} this step waits most for {self.estimate.regime}. {first}"
+
+    def json(self) -> str:
+        """Everything, as JSON; operations are summed by name."""
+        plain = dataclasses.asdict(dataclasses.replace(self, probes=None, rungs=()))
+        plain["counts"]["operations"] = {name: list(row) for name, row in self.counts.by("name").items()}
+        plain["rungs"] = [{"technique": r.technique, "kept": r.kept, "why": r.why, "off": r.off} for r in self.rungs]
+        plain["probes"] = {n: t.median for n, t in self.probes.timings.items()} if self.probes else None
+        return json.dumps(plain, indent=1)
+
+    def html(self) -> str:
+        """One page with its figure inside."""
+        shown, ax = plots.figure(height=2.4)
+        parts = {name: 1e3 * spent for name, spent in self.estimate.by_bound.items()}
+        plots.bars(ax, parts, title="Where the estimate puts the time", label="ms per step")
+        picture = base64.b64encode(plots.png(shown)).decode()
+        alt = "; ".join(f"{name} {value:.3g} ms" for name, value in parts.items())
+        blocks = [f"<h1>Diagnosis of a training step</h1><p>{html.escape(self.sentence())}</p>"]
+        blocks.append(f'<img alt="{html.escape(alt)}" src="data:image/png;base64,{picture}">')
+        tables = [("What helps, in order", self.advised()), ("What one step consists of", self.counted())]
+        if self.probes is not None:
+            tables.append(("What the clock says", self.probes.table()))
+        if self.rungs:
+            tables.append(("What was tried", self.climbed()))
+        for title, shown_table in tables:
+            blocks.append(f"<h2>{title}</h2>{shown_table._repr_html_()}")
+        unseen = "".join(f"<li>{html.escape(text)}</li>" for text in _NOT_SEEN)
+        blocks.append(f"<h2>What this cannot see</h2><ul>{unseen}</ul>")
+        style = "body{font:16px sans-serif;max-width:60em;margin:2em auto}td,th{padding:.2em .6em;text-align:left}"
+        body = "\n".join(blocks)
+        head = f'<!doctype html><html lang="en"><meta charset="utf-8"><title>Diagnosis</title><style>{style}</style>'
+        return f"{head}{body}</html>"
+
+
+def diagnose(
+    job: Job, device: Device | None = None, *, memory: int | None = None, seconds: float = 0.0, climbing: bool = False
+) -> Diagnosis:
+    """Diagnose a step: by counters alone with a given `device` and no `seconds`, else with probes of this machine.
+
+    `memory` is the limit in bytes. With `climbing`, what is advised is applied to copies, proved and timed.
+    """
+    here = device or Device.here()
+    found = counts(job)
+    timing = probe(job, seconds / 3) if seconds else None
+    doubt = ""
+    if timing and device is None:
+        doubt = contradiction(found, here, timing.timings["the same batch again"].median)
+    rungs = climb(job, here, memory=memory, seconds=seconds or 60.0)[1] if climbing and not doubt else ()
+    return Diagnosis(here, found, estimate(found, here), advise(found, here, memory), timing, doubt, rungs)
+
+
+def _by(counts: Counts, kind: str, column: int) -> str:
+    return ", ".join(f"{name or 'other'} {row[column]:,}" for name, row in counts.by(kind).items() if row[column])
+
+
+def _breaks(counts: Counts) -> str:
+    return "cannot be traced" if counts.graph_breaks is None else str(sum(counts.graph_breaks.values()))
+
+
+def _bound(advice: Advice) -> str:
+    low, high = advice.at_most
+    if high < 1.005:
+        return "a fault" if advice.helps else "nothing"
+    return f"{low:.2f}x to {high:.2f}x" if high - low > 0.005 else f"{high:.2f}x"
+
+
+def text(diagnosis: Diagnosis) -> str:
+    """The report for a terminal."""
+    tables = [diagnosis.advised(), diagnosis.counted()]
+    tables += [diagnosis.probes.table()] if diagnosis.probes is not None else []
+    tables += [diagnosis.climbed()] if diagnosis.rungs else []
+    unseen = "\n".join(f"- {line}" for line in _NOT_SEEN)
+    return "\n\n".join([diagnosis.sentence(), *map(repr, tables), f"What this cannot see:\n{unseen}"])

@@ -1,0 +1,399 @@
+"""The diagnosis of a training step: planted patients, models that others wrote, bad input, and everything put back."""
+
+import copy
+import random
+import sys
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torchvision
+import transformers
+from notebooks import ROOT
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from speedlab import count
+from speedlab.diagnose import (
+    RULES,
+    Device,
+    DiagnoseError,
+    Job,
+    advise,
+    counts,
+    diagnose,
+    estimate,
+    from_lightning,
+    from_transformers,
+)
+from speedlab.diagnose.__main__ import main, size
+from speedlab.diagnose.climb import RUNGS, apart, blocks, climb, trains
+from speedlab.diagnose.report import text
+
+sys.path.insert(0, str(ROOT / "code-units" / "capstone"))
+import patients  # noqa: E402
+
+# Round figures of a two-core server, so that what the rules say is the same everywhere.
+DEVICE = Device("two cores", 5e-6, 20e9, {"fp32": 0.3e12, "bf16": 1.2e12}, link=1e9)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_process():
+    """A process group of one, for what communicates."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", patients.ILLS)
+def test_a_patient_is_diagnosed_by_counters_alone(name):
+    advice = advise(counts(getattr(patients, name)(), breaks=False), DEVICE, patients.MEMORY)
+    first = next((found.technique for found in advice if found.helps), None)
+    assert first == patients.ILLS[name], [found for found in advice if found.helps]
+    assert sum(not found.helps for found in advice) >= 3, "what does not help is said too"
+
+
+def test_counts_repeat():
+    job = patients.padding()
+    torch.manual_seed(0)
+    first = counts(job, breaks=False)
+    torch.set_num_threads(1 if torch.get_num_threads() > 1 else 2)
+    torch.manual_seed(0)
+    assert counts(job, breaks=False) == first
+
+
+def test_counts_of_a_linear_layer_are_its_formulas():
+    """12 wide, 5 wide, 7 rows: 2·7·12·5 FLOPs forward, and again for the gradient of the weight; SGD reads and writes."""
+    job = Job(
+        lambda: nn.Linear(12, 5),
+        lambda n: torch.randn(n, 12),
+        lambda model, x: model(x).sum(),
+        lambda model: torch.optim.SGD(model.parameters(), lr=0.1, fused=True),
+        batch_size=7,
+    )
+    found = counts(job, breaks=False)
+    assert found.flops == 2 * (2 * 7 * 12 * 5)
+    product = next(o for o in found.operations if o.name == "addmm")
+    assert product.bytes == 4 * (5 + 7 * 12 + 12 * 5 + 7 * 5)
+    assert found.by("phase")["optimizer"][0] == 1
+    assert (found.parameters, found.gradients, found.optimizer) == (4 * 65, 4 * 65, 0)
+    assert (found.syncs, found.left_behind, found.padded, found.repeated) == ({}, 0, 0.0, {})
+
+
+def tokens(n: int) -> dict:
+    return {"input_ids": torch.randint(5, 90, (n, 12)), "attention_mask": torch.ones(n, 12, dtype=torch.long)}
+
+
+def labelled(n: int) -> dict:
+    batch = tokens(n)
+    return {**batch, "labels": batch["input_ids"]}
+
+
+def vision(make, pixels: int = 32) -> Job:
+    return Job(
+        make,
+        lambda n: (torch.randn(n, 3, pixels, pixels), torch.randint(0, 10, (n,))),
+        lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]),
+        lambda model: torch.optim.SGD(model.parameters(), lr=1e-3),
+        batch_size=2,
+    )
+
+
+def language(make, batch=labelled) -> Job:
+    adam = lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3)  # noqa: E731
+    return Job(make, batch, lambda model, given: model(**given).loss, adam, batch_size=4)
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.lstm, self.head = nn.Embedding(50, 16), nn.LSTM(16, 32, batch_first=True), nn.Linear(32, 50)
+
+    def forward(self, ids):
+        return self.head(self.lstm(self.embed(ids))[0])
+
+
+class Graph(nn.Module):
+    """Two rounds of messages along edges (2, E) between nodes (N, 8)."""
+
+    def __init__(self):
+        super().__init__()
+        self.rounds = nn.ModuleList([nn.Linear(8, 16), nn.Linear(16, 3)])
+
+    def forward(self, x, edges):
+        for layer in self.rounds:
+            sent = layer(x)
+            x = torch.zeros_like(sent).index_add_(0, edges[1], sent[edges[0]]).relu()
+        return x
+
+
+SMALL = dict(vocab_size=100, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64)
+T5 = dict(vocab_size=100, d_model=32, d_ff=64, num_layers=2, num_heads=2, d_kv=16, decoder_start_token_id=0)
+WHISPER = dict(
+    vocab_size=100, d_model=32, encoder_layers=2, decoder_layers=1, encoder_attention_heads=2,
+    decoder_attention_heads=2, encoder_ffn_dim=64, decoder_ffn_dim=64, num_mel_bins=16, max_source_positions=32,
+    pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1,
+)  # fmt: skip
+
+
+def detector() -> Job:
+    make = lambda: torchvision.models.detection.ssdlite320_mobilenet_v3_large(  # noqa: E731
+        weights=None, weights_backbone=None, num_classes=3
+    )
+    box = {"boxes": torch.tensor([[5.0, 5.0, 60.0, 60.0]]), "labels": torch.tensor([1])}
+    return Job(
+        make,
+        lambda n: ([torch.rand(3, 64, 64) for _ in range(n)], [copy.deepcopy(box) for _ in range(n)]),
+        lambda model, batch: sum(model(*batch).values()),
+        lambda model: torch.optim.SGD(model.parameters(), lr=1e-3),
+        batch_size=2,
+    )
+
+
+MODELS = torchvision.models
+FOREIGN = {
+    "resnet50": lambda: vision(lambda: MODELS.resnet50(num_classes=10)),
+    "convnext_tiny": lambda: vision(lambda: MODELS.convnext_tiny(num_classes=10)),
+    "swin_t": lambda: vision(lambda: MODELS.swin_t(num_classes=10)),
+    "vit": lambda: vision(lambda: MODELS.VisionTransformer(32, 8, 2, 2, 32, 64, num_classes=10)),
+    "detector": detector,
+    "bert": lambda: language(
+        lambda: transformers.BertForSequenceClassification(transformers.BertConfig(**SMALL)),
+        lambda n: {**tokens(n), "labels": torch.randint(0, 2, (n,))},
+    ),
+    "gpt2": lambda: language(
+        lambda: transformers.GPT2LMHeadModel(
+            transformers.GPT2Config(
+                vocab_size=100, n_embd=32, n_layer=2, n_head=2, bos_token_id=1, eos_token_id=2, loss_type="ForCausalLM"
+            )
+        )
+    ),
+    "llama": lambda: language(lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL))),
+    "t5": lambda: language(lambda: transformers.T5ForConditionalGeneration(transformers.T5Config(**T5))),
+    "whisper": lambda: Job(
+        lambda: transformers.WhisperForConditionalGeneration(transformers.WhisperConfig(**WHISPER)).model.encoder,
+        lambda n: torch.randn(n, 16, 64),
+        lambda model, sound: model(sound).last_hidden_state.pow(2).mean(),
+        lambda model: torch.optim.AdamW(model.parameters()),
+        batch_size=2,
+    ),
+    "lstm": lambda: Job(
+        Recurrent,
+        lambda n: torch.randint(0, 50, (n, 20)),
+        lambda model, ids: F.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten()),
+        lambda model: torch.optim.AdamW(model.parameters()),
+    ),
+    "graph": lambda: Job(
+        Graph,
+        lambda n: (torch.randn(n, 8), torch.randint(0, n, (2, 4 * n))),
+        lambda model, batch: model(*batch).pow(2).mean(),
+        lambda model: torch.optim.Adam(model.parameters()),
+        batch_size=30,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_models_that_others_wrote(name):
+    """FLOPs are those of PyTorch's own counter; the report names the regime and something about every technique."""
+    job = FOREIGN[name]()
+    found = counts(job, breaks=name in ("bert", "lstm", "graph"))
+    model, optimizer = job.built()
+    batch = job.batch()
+    assert found.flops == count.flops(lambda: job.train(model, optimizer, batch))
+    assert found.peak >= found.parameters + found.gradients + found.optimizer
+    assert found.left_behind == 0
+    assert len(advise(found, DEVICE)) == len(RULES)
+    whole = estimate(found, DEVICE)
+    assert whole.total == pytest.approx(sum(whole.by_phase.values()))
+
+
+def test_waits_are_named_by_the_line_that_makes_them():
+    assert any("transform.py" in line for line in counts(detector(), breaks=False).syncs)
+    found = counts(patients.host_waits(), breaks=False).syncs
+    assert sum(found.values()) == 9 and all("patients.py" in line for line in found)
+
+
+def test_graph_breaks_are_named():
+    class Broken(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.layer(x) * self.layer(x).sum().item()
+
+    job = Job(Broken, lambda n: torch.randn(n, 4), lambda model, x: model(x).sum(), sgd)
+    found = counts(job)
+    assert len(found.graph_breaks) == 1 and "test_diagnose.py" in next(iter(found.graph_breaks))
+    assert found.repeated == {"Linear": 1}, "a layer that is called twice with the same input"
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def linear(**changed) -> Job:
+    given = dict(
+        make_model=lambda: nn.Linear(4, 2),
+        make_batch=lambda n: torch.randn(n, 4),
+        loss_fn=lambda model, x: model(x).pow(2).mean(),
+        make_optimizer=sgd,
+    )
+    return Job(**{**given, **changed})
+
+
+def endless():
+    import time
+
+    yield torch.ones(1)
+    time.sleep(1000)
+
+
+@pytest.mark.parametrize(
+    ("changed", "sentence"),
+    [
+        (dict(make_batch=lambda n: torch.randn(n, 5)), "Does the model take this batch"),
+        (dict(loss_fn=lambda model, x: model(x).detach().mean()), "no gradient"),
+        (dict(loss_fn=lambda model, x: model(x)), "one number"),
+        (dict(loss_fn=lambda model, x: 3.0), "one number, not float"),
+        (dict(make_model=lambda width: nn.Linear(width, 2)), "make_model() raised TypeError"),
+        (dict(make_model=lambda: 3), "must return an nn.Module"),
+        (dict(make_batch=lambda: 0), "make_batch(8) raised TypeError"),
+        (dict(loader=[]), "gave no two batches"),
+    ],
+)
+def test_bad_input_gets_a_sentence(changed, sentence):
+    with pytest.raises(DiagnoseError) as said:
+        counts(linear(**changed))
+    assert sentence in str(said.value)
+
+
+def test_a_loader_that_hangs_is_left_behind(monkeypatch):
+    from speedlab.diagnose import counting as module
+
+    monkeypatch.setattr(module, "PATIENCE", 0.3)
+    with pytest.raises(DiagnoseError, match="within 0.3 s"):
+        counts(linear(loader=endless()))
+
+
+def test_running_out_of_memory_gets_a_sentence():
+    def greedy(model, x):
+        raise torch.OutOfMemoryError("a tensor of 1 TB")
+
+    with pytest.raises(DiagnoseError, match="smaller batch_size"):
+        counts(linear(loss_fn=greedy))
+
+
+def test_everything_ends_as_it_began():
+    """The model given, its optimizer's state, all random states and the thread count, also after an error."""
+    model, data = nn.Sequential(nn.Linear(4, 4), nn.Dropout(), nn.Linear(4, 2)), torch.randn(64, 4)
+
+    class Module(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = model
+
+        def training_step(self, batch, index):
+            return {"loss": self.net(batch[0]).pow(2).mean()}
+
+        def configure_optimizers(self):
+            return [torch.optim.AdamW(self.parameters())], []
+
+    module = Module()
+    before = copy.deepcopy(module.state_dict())
+    states = torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()
+    job = from_lightning(module, DataLoader(TensorDataset(data), batch_size=8))
+    diagnose(job, DEVICE, seconds=0)
+    climb(job, DEVICE, seconds=3, told=lambda line: None)
+    assert all(torch.equal(a, b) for a, b in zip(before.values(), module.state_dict().values(), strict=True))
+    assert all(p.grad is None for p in module.parameters()) and module.training
+    assert torch.equal(states[0], torch.get_rng_state())
+    assert (states[1] == np.random.get_state()[1]).all() and states[2] == random.getstate()
+
+
+def test_a_hugging_face_model_with_its_arguments(tmp_path):
+    model = transformers.BertForSequenceClassification(transformers.BertConfig(**SMALL))
+    arguments = transformers.TrainingArguments(tmp_path, per_device_train_batch_size=3, use_cpu=True)
+    batch = {**tokens(2), "labels": torch.tensor([0, 1])}
+    found = counts(from_transformers(model, arguments, batch), breaks=False)
+    assert found.batch_size == 3 and found.optimizer > 0
+
+
+@pytest.mark.parametrize("name", [name for name in RUNGS if name not in ("torch.compile", "bf16 autocast")])
+def test_a_rung_computes_the_same(name):
+    """Each change leaves the gradients as they are, on a model of several blocks."""
+    layers = lambda: nn.Sequential(*[nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(4)])  # noqa: E731
+    convolution = lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(1), nn.Linear(8 * 36, 2))  # noqa: E731
+    image = name == "channels last"
+    job = Job(
+        convolution if image else layers,
+        lambda n: torch.randn(n, 3, 8, 8) if image else torch.randn(n, 16),
+        lambda model, x: model(x).pow(2).mean(),
+        lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3),
+        loader=DataLoader(torch.randn(64, 16), batch_size=8),
+    )
+    changed = RUNGS[name][0](job)
+    assert isinstance(changed, Job)
+    if name != "a larger batch":
+        assert apart(job, changed) < 1e-5
+    assert trains(changed)
+
+
+def test_a_change_that_computes_something_else_is_found():
+    job = linear()
+    doubled = linear(loss_fn=lambda model, x: 2 * model(x).pow(2).mean())
+    assert apart(job, job) == 0 and apart(job, doubled) == pytest.approx(1)
+    wrong = linear(make_optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1, maximize=True))
+    assert trains(job) and not trains(wrong)
+
+
+def test_blocks_are_the_longest_list_of_one_kind():
+    assert len(blocks(MODELS.VisionTransformer(32, 8, 3, 2, 32, 64))) == 3
+    assert blocks(nn.Linear(2, 2)) == []
+
+
+def test_a_climb_keeps_what_is_equal_and_faster(monkeypatch):
+    lines = []
+    job, tried = climb(patients.optimizer_bound(), DEVICE, seconds=20, told=lines.append)
+    assert tried[0].technique == "a fused optimizer" and tried[0].off == 0
+    assert tried[0].operations < len(counts(patients.optimizer_bound(), breaks=False).operations)
+    assert lines[0] == "trying a fused optimizer"
+
+
+def test_the_command_line_writes_a_page_that_needs_no_network(tmp_path, capsys):
+    script = tmp_path / "mine.py"
+    script.write_text(
+        "import torch\nfrom torch import nn\nfrom speedlab.diagnose import Job\n"
+        "def build():\n"
+        "    return Job(lambda: nn.Linear(4, 2), lambda n: torch.randn(n, 4), lambda m, x: m(x).pow(2).mean(),\n"
+        "               lambda m: torch.optim.SGD(m.parameters(), lr=0.1))\n",
+        encoding="utf-8",
+    )
+    page = tmp_path / "report.html"
+    assert main([f"{script}:build", "--minutes", "0", "--out", str(page)]) == 0
+    said, html = capsys.readouterr().out, page.read_text(encoding="utf-8")
+    assert "waits most for" in said and "<h2>What helps, in order</h2>" in html
+    assert "http" not in html and 'src="data:image/png;base64,' in html
+    assert main([f"{tmp_path / 'none.py'}:build"]) == 1
+    assert main([f"{script}"]) == 1
+    assert "no function" in capsys.readouterr().err
+
+
+def test_sizes_are_read():
+    assert (size("16GiB"), size("800MB"), size("1e9")) == (16 * 2**30, 800_000_000, 1_000_000_000)
+
+
+def test_a_contradiction_is_told_instead_of_a_diagnosis():
+    from speedlab.diagnose.probes import contradiction
+
+    found = counts(patients.compute_bound(), breaks=False)
+    assert contradiction(found, DEVICE, measured=100.0) == ""
+    assert "arithmetic alone needs" in contradiction(found, DEVICE, measured=1e-6)
+
+
+def test_the_text_says_what_it_cannot_see():
+    said = text(diagnose(linear(), DEVICE))
+    assert "What this cannot see" in said and "On two cores this step waits most for" in said
