@@ -1,4 +1,4 @@
-"""The diagnosis of a training step: planted patients, models that others wrote, bad input, and everything put back."""
+"""The diagnosis of a training step: planted patients, models that others wrote, bad input, all put back."""
 
 import copy
 import random
@@ -33,7 +33,7 @@ from speedlab.diagnose.climb import RUNGS, apart, blocks, climb, trains
 from speedlab.diagnose.report import text
 
 sys.path.insert(0, str(ROOT / "code-units" / "capstone"))
-import patients  # noqa: E402
+import patients
 
 # Round figures of a two-core server, so that what the rules say is the same everywhere.
 DEVICE = Device("two cores", 5e-6, 20e9, {"fp32": 0.3e12, "bf16": 1.2e12}, link=1e9)
@@ -65,7 +65,7 @@ def test_counts_repeat():
 
 
 def test_counts_of_a_linear_layer_are_its_formulas():
-    """12 wide, 5 wide, 7 rows: 2·7·12·5 FLOPs forward, and again for the gradient of the weight; SGD reads and writes."""
+    """12 wide, 5 wide, 7 rows: 2·7·12·5 FLOPs forward, and again for the gradient of the weight."""
     job = Job(
         lambda: nn.Linear(12, 5),
         lambda n: torch.randn(n, 12),
@@ -166,7 +166,13 @@ FOREIGN = {
     "gpt2": lambda: language(
         lambda: transformers.GPT2LMHeadModel(
             transformers.GPT2Config(
-                vocab_size=100, n_embd=32, n_layer=2, n_head=2, bos_token_id=1, eos_token_id=2, loss_type="ForCausalLM"
+                vocab_size=100,
+                n_embd=32,
+                n_layer=2,
+                n_head=2,
+                bos_token_id=1,
+                eos_token_id=2,
+                loss_type="ForCausalLM",
             )
         )
     ),
@@ -275,7 +281,7 @@ def test_a_loader_that_hangs_is_left_behind(monkeypatch):
     from speedlab.diagnose import counting as module
 
     monkeypatch.setattr(module, "PATIENCE", 0.3)
-    with pytest.raises(DiagnoseError, match="within 0.3 s"):
+    with pytest.raises(DiagnoseError, match=r"within 0\.3 s"):
         counts(linear(loader=endless()))
 
 
@@ -357,7 +363,7 @@ def test_blocks_are_the_longest_list_of_one_kind():
 
 def test_a_climb_keeps_what_is_equal_and_faster(monkeypatch):
     lines = []
-    job, tried = climb(patients.optimizer_bound(), DEVICE, seconds=20, told=lines.append)
+    _, tried = climb(patients.optimizer_bound(), DEVICE, seconds=20, told=lines.append)
     assert tried[0].technique == "a fused optimizer" and tried[0].off == 0
     assert tried[0].operations < len(counts(patients.optimizer_bound(), breaks=False).operations)
     assert lines[0] == "trying a fused optimizer"

@@ -1,4 +1,4 @@
-"""Apply one technique at a time to a copy, prove that it computes the same, count and time it, and keep what helps."""
+"""Apply one technique at a time to a copy, prove that it computes the same, time it, and keep what helps."""
 
 import copy
 import time
@@ -194,7 +194,7 @@ def gradients(job: Job, model: nn.Module, batch: object) -> torch.Tensor:
 
 
 def apart(job: Job, changed: Job) -> float:
-    """How far the gradients of a changed job are from the job's, from equal weights on an equal batch: |a - b| / |a|."""
+    """How far a changed job's gradients are from the job's, |a - b| / |a|, at equal weights on an equal batch."""
     torch.manual_seed(0)
     model, batch = job.make_model(), job.batch()
     other = changed.make_model()

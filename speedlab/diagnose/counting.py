@@ -1,4 +1,4 @@
-"""What one training step consists of, counted: every operation with its FLOPs, bytes, module and phase; and what is odd.
+"""What one training step consists of: every operation with its FLOPs, bytes, module and phase; and what is odd in it.
 
 Nothing here reads a clock, so that two runs give the same counts on any machine. Bytes are those of an operation's
 inputs and outputs, as if nothing stayed in a cache; FLOPs are those of products, convolutions and attention.
@@ -11,8 +11,8 @@ import threading
 import traceback
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -39,7 +39,7 @@ _OURS = tuple(str(Path(file).parent) + os.sep for file in (__file__, torch.__fil
 
 @dataclass(frozen=True)
 class Operation:
-    """One operation: its name, dtype, phase, module, FLOPs and bytes; `collective` if it speaks to other processes."""
+    """One operation: its name, dtype, phase, module, FLOPs and bytes; `collective` between processes."""
 
     name: str
     dtype: str
@@ -177,7 +177,7 @@ class _Watch(TorchDispatchMode):
         if func.is_view or name in _NOTHING_LAUNCHED or func.namespace not in ("aten", "c10d", "_c10d_functional"):
             return out
         collective = func.namespace != "aten"
-        taken, given = _flat((args, kwargs)), _flat(out)
+        taken, given = tensors((args, kwargs)), tensors(out)
         for tensor in given:
             self.hold(tensor, made=True)
         counter = flop_registry.get(func._overloadpacket)
@@ -212,7 +212,7 @@ class _Watch(TorchDispatchMode):
 
     def _called(self, module: nn.Module, given: tuple) -> None:
         """Note a module that is called again with the very same input in one forward pass."""
-        key = (id(module), *((t.data_ptr(), t._version, t.shape) for t in _flat(given)))
+        key = (id(module), *((t.data_ptr(), t._version, t.shape) for t in tensors(given)))
         if len(key) > 1 and torch._C._current_graph_task_id() == -1:
             if key in self._seen and any(True for _ in module.parameters()):
                 self.repeated[type(module).__name__] += 1
@@ -265,18 +265,9 @@ def _kept(model: nn.Module, optimizer: torch.optim.Optimizer, batch: object) -> 
         *model.parameters(),
         *model.buffers(),
         *gradients,
-        *_flat(list(optimizer.state.values())),
+        *tensors(list(optimizer.state.values())),
         *tensors(batch),
     ]
-
-
-def _flat(value: object) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, dict):
-        value = value.values()
-    return [t for part in value for t in _flat(part)] if isinstance(value, Iterable) and not isinstance(
-        value, str) else []  # fmt: skip
 
 
 def _bytes(tensor: torch.Tensor) -> int:

@@ -1,4 +1,4 @@
-"""What is diagnosed: a training step that can be built again and again, from plain PyTorch, Lightning or transformers."""
+"""What is diagnosed: a training step that can be built again, from plain PyTorch, Lightning or transformers."""
 
 import contextlib
 import copy
@@ -138,13 +138,15 @@ def load(place: str) -> Job:
 
 
 def tensors(batch: object) -> list[torch.Tensor]:
-    """All tensors in a batch, in order."""
+    """All tensors in a batch, or in anything nested, in order."""
     if isinstance(batch, torch.Tensor):
         return [batch]
-    if isinstance(batch, dict) or hasattr(batch, "items"):
-        batch = batch.values()
-    return [t for part in batch for t in tensors(part)] if isinstance(batch, Iterable | tuple) and not isinstance(
-        batch, str) else []  # fmt: skip
+    parts = batch.values() if hasattr(batch, "values") else batch
+    return (
+        [t for part in parts for t in tensors(part)]
+        if isinstance(parts, Iterable) and not isinstance(parts, str)
+        else []
+    )
 
 
 def size_of(batch: object) -> int:
@@ -172,7 +174,7 @@ def resized(batch: object, size: int) -> object:
 
 @contextlib.contextmanager
 def untouched() -> Iterator[None]:
-    """Inside, Python's, NumPy's and torch's random states and default settings may change; afterwards they are as before."""
+    """Inside, the random states of Python, NumPy and torch may change; afterwards they are as before."""
     python, numpy, grad = random.getstate(), np.random.get_state(), torch.is_grad_enabled()
     devices = list(range(torch.cuda.device_count()))
     with torch.random.fork_rng(devices=devices):

@@ -1,4 +1,4 @@
-"""What a clock says of a step: with the loader, without the optimizer, with twice the batch. Shown, never decisive."""
+"""What a clock says of a step: with the loader, without the optimizer, with twice the batch. It never decides."""
 
 from speedlab.diagnose.climb import _again
 from speedlab.diagnose.counting import Counts

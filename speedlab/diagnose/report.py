@@ -57,9 +57,12 @@ class Diagnosis:
 
     def advised(self) -> Table:
         """What helps, in order, what may (?), and what does not (-); exact for a device whose figures are given."""
-        rows = [(i, a.technique, _bound(a), a.evidence, a.price, a.unit) for i, a in
-                enumerate((a for a in self.advice if a.helps), 1)]  # fmt: skip
-        rows += [("?" if a.may else "-", a.technique, _bound(a), a.evidence, "", a.unit) for a in self.advice if not a.helps]
+        places = {a.technique: i for i, a in enumerate((a for a in self.advice if a.helps), 1)}
+        marks = [places.get(a.technique, "?" if a.may else "-") for a in self.advice]
+        rows = [
+            (mark, a.technique, _bound(a), a.evidence, a.price if mark != "-" else "", a.unit)
+            for mark, a in zip(marks, self.advice, strict=True)
+        ]
         return table(["", "technique", "at most", "evidence", "price", "unit"], rows)
 
     def climbed(self) -> Table:

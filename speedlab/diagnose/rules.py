@@ -65,8 +65,7 @@ def _seconds(work: Callable[[], object], clock: Callable[[], float]) -> float:
 class Advice:
     """A technique, the evidence, the speed-up that it can give at most, its price, its unit.
 
-    It `helps` where it mends a fault, or where its bound is worth it even if all bytes come from a cache. It `may` help
-    where only the other end of the interval is worth it.
+    It `helps` where it mends a fault, or where both ends of its bound are worth it; it `may` help where one is.
     """
 
     technique: str
@@ -102,38 +101,44 @@ def estimate(counts: Counts, device: Device, cached: bool = False) -> Estimate:
     return Estimate(sum(bounds.values()), bounds, phases, (counts.calls_per_batch or 0) * device.call)
 
 
-# --- The table: what each technique takes away, in seconds of the estimate, and what it rests on ---------------------
-# saves(counts, device, cached) gives seconds; evidence(counts, device) the counters, as text.
+# --- The table: what each technique takes away, in seconds of the estimate, and the counters that it rests on ------
 
 
 @dataclass(frozen=True)
 class Rule:
+    """A row of the table. `saves(counts, device, cached)` gives seconds, `evidence(counts, device)` a text.
+
+    A `fault` is mended whatever the estimate says.
+    """
+
     technique: str
     unit: str
     price: str
-    saves: Callable[[Counts, Device, bool], float]
     evidence: Callable[[Counts, Device], str]
-    # a fault is mended whatever the estimate says
+    saves: Callable[[Counts, Device, bool], float] = lambda counts, device, cached: 0.0
     fault: Callable[[Counts, Device], bool] = lambda counts, device: False
 
 
-def _sum(counts: Counts, device: Device, cached: bool, chosen: Callable[[Operation], bool]) -> float:
-    return sum(device.seconds(o, cached) for o in counts.operations if chosen(o))
-
-
-def _model(operation: Operation) -> bool:
-    return operation.phase in (FORWARD, BACKWARD) and not operation.collective
+def _sum(c: Counts, d: Device, cached: bool, chosen: Callable[[Operation], bool]) -> float:
+    """The time of chosen operations of the forward and backward pass."""
+    passes = (o for o in c.operations if o.phase in (FORWARD, BACKWARD) and not o.collective)
+    return sum(d.seconds(o, cached) for o in passes if chosen(o))
 
 
 def _workers(c: Counts, d: Device, cached: bool) -> float:
-    return min(estimate(c, d, cached).data, estimate(c, d, cached).total)
+    whole = estimate(c, d, cached)
+    return min(whole.data, whole.total)
 
 
-def _no_syncs(c: Counts, d: Device, cached: bool) -> float:
-    # at each wait the device runs dry: it idles while the host launches the next operation, and the host while it ends
+def _no_waits(c: Counts, d: Device, cached: bool) -> float:
+    # at each wait the device runs dry, until the host has launched the next operation
     total = estimate(c, d, cached).total
     each = d.launch + total / max(1, len(c.operations))
     return min(sum(c.syncs.values()) * each, total / 2) if d.asynchronous else 0.0
+
+
+def _padding(c: Counts, d: Device, cached: bool) -> float:
+    return c.padded * _sum(c, d, cached, lambda o: d.bound(o) != LAUNCHES)
 
 
 def _optimizer(c: Counts, d: Device, cached: bool) -> float:
@@ -142,84 +147,74 @@ def _optimizer(c: Counts, d: Device, cached: bool) -> float:
     return max(0.0, estimate(c, d, cached).by_phase.get(OPTIMIZER, 0.0) - d.launch - once)
 
 
-def _launches(c: Counts, d: Device, cached: bool) -> float:
-    return _sum(c, d, cached, lambda o: _model(o) and d.bound(o) == LAUNCHES)
-
-
-def _fusion(c: Counts, d: Device, cached: bool) -> float:
-    # products stay calls of their own
-    return _sum(c, d, cached, lambda o: _model(o) and not o.flops)
+def _overlap(c: Counts, d: Device, cached: bool) -> float:
+    whole = estimate(c, d, cached)
+    return min(whole.by_bound[COMMUNICATION], whole.by_phase.get(BACKWARD, 0.0))
 
 
 def _half(c: Counts, d: Device, cached: bool) -> float:
-    kept = min(1.0, d.flops["fp32"] / d.flops.get("bf16", d.flops["fp32"]))
-    products = [o for o in c.operations if _model(o) and o.flops and o.dtype == "fp32"]
-    if kept == 1.0:
-        return 0.0
-    return sum(
-        d.seconds(o, cached)
-        - max(d.launch, 0.0 if cached else o.bytes / 2 / d.bandwidth, o.flops / d.flops["fp32"] * kept)
-        for o in products
-    )
+    def halved(o: Operation) -> float:
+        traffic = 0.0 if cached else o.bytes / 2 / d.bandwidth
+        return min(d.seconds(o, cached), max(d.launch, traffic, o.flops / d.flops["bf16"]))
+
+    products = [o for o in c.operations if o.phase != OPTIMIZER and o.flops and o.dtype == "fp32"]
+    return sum(d.seconds(o, cached) - halved(o) for o in products) if d.flops["bf16"] > d.flops["fp32"] else 0.0
 
 
-def _attention(c: Counts, d: Device, cached: bool) -> float:
+def _softmax(c: Counts, d: Device, cached: bool) -> float:
     names = ("_softmax", "_safe_softmax", "_softmax_backward_data")
     return _sum(c, d, cached, lambda o: o.name in names and d.bound(o) == MEMORY)
 
 
-def _padding(c: Counts, d: Device, cached: bool) -> float:
-    return c.padded * _sum(c, d, cached, lambda o: _model(o) and d.bound(o) != LAUNCHES)
+def _fusion(c: Counts, d: Device, cached: bool) -> float:
+    # products stay calls of their own
+    return _sum(c, d, cached, lambda o: not o.flops)
 
 
-def _communication(c: Counts, d: Device, cached: bool) -> float:
-    found = estimate(c, d, cached)
-    return min(found.by_bound[COMMUNICATION], found.by_phase.get(BACKWARD, 0.0))
+def _launches(c: Counts, d: Device, cached: bool) -> float:
+    return _sum(c, d, cached, lambda o: d.bound(o) == LAUNCHES)
 
 
-def _percent(value: float) -> str:
-    return f"{value:.0%}"
-
-
-def _share(rule: Callable[[Counts, Device, bool], float], what: str) -> Callable[[Counts, Device], str]:
-    return lambda c, d: f"{_percent(rule(c, d, False) / max(estimate(c, d).total, 1e-12))} of the step: {what}"
-
-
-def _nothing(c: Counts, d: Device, cached: bool) -> float:
-    return 0.0
+def _share(saves: Callable[[Counts, Device, bool], float], what: str) -> Callable[[Counts, Device], str]:
+    return lambda c, d: f"{saves(c, d, False) / max(estimate(c, d).total, 1e-12):.0%} of the step: {what}"
 
 
 def _where(found: dict[str, int]) -> str:
-    return "; ".join(f"{line} ({times} times)" for line, times in list(found.items())[:3])
+    return "; ".join(f"{line} ({times} times)" for line, times in list(found.items())[:3]) or "nowhere"
+
+
+def _twice(c: Counts, d: Device) -> str:
+    return f"called again on the same input: {_where(c.repeated)}; unused gradients: {c.unused_gradients:,} bytes"
 
 
 RULES = (
-    Rule("stop keeping what a step made", "9.6", "none", _nothing,
-         lambda c, d: f"{c.left_behind:,} bytes of each step stay alive after it", lambda c, d: c.left_behind > 0),
-    Rule("keep the shapes that are compiled", "9.4", "some padding, or one general graph", _nothing,
-         lambda c, d: f"{c.recompiled} more compilations in steps 3 and 4", lambda c, d: c.recompiled > 0),
-    Rule("compute nothing twice, and no gradient that nobody uses", "9.6", "none", _nothing,
-         lambda c, d: f"called again on the same input: {_where(c.repeated) or 'nothing'}; gradients that no optimizer "
-         f"takes: {c.unused_gradients:,} bytes", lambda c, d: bool(c.repeated or c.unused_gradients)),
-    Rule("convert and move constant tensors once", "9.0", "none", _nothing,
-         lambda c, d: f"moved in each step: {_where(c.moved_again)}", lambda c, d: bool(c.moved_again)),
-    Rule("load in other processes", "9.7", "memory for each worker", _workers,
-         lambda c, d: f"{c.calls_per_batch or 0:,} Python calls for each batch, in the training process"),
-    Rule("do not wait for the device in every step", "9.0", "metrics are read later", _no_syncs,
-         lambda c, d: f"the host waits {sum(c.syncs.values())} times a step: {_where(c.syncs)}", lambda c, d: bool(c.syncs) and d.asynchronous),
-    Rule("batches of similar length", "9.7", "a little less random order", _padding,
-         lambda c, d: f"{_percent(c.padded)} of the tokens are padding"),
-    Rule("a fused optimizer", "9.0", "none", _optimizer,
-         lambda c, d: f"{c.by('phase').get(OPTIMIZER, (0,))[0]:,} operations update the parameters"),
-    Rule("overlap communication with backward", "9.2", "DDP does it; larger buckets", _communication,
-         lambda c, d: f"{sum(o.bytes for o in c.operations if o.collective):,} bytes in collectives"),
-    Rule("bf16 autocast", "9.1", "fewer digits; check that it still trains", _half,
-         _share(_half, "fp32 products that the half-width unit does faster")),
-    Rule("scaled_dot_product_attention", "9.4", "none", _attention, _share(_attention, "softmax written to memory")),
-    Rule("torch.compile", "9.4", "compilation when it starts, and at new shapes", _fusion,
-         _share(_fusion, "launches and pointwise traffic that fusing saves")),
-    Rule("a larger batch", "9.5", "fewer updates per epoch; tune the learning rate again", _launches,
-         _share(_launches, "operations too small to fill the device")),
+    Rule("stop keeping what a step made", "9.6", "none",
+         lambda c, d: f"{c.left_behind:,} bytes of each step stay alive after it",
+         fault=lambda c, d: c.left_behind > 0),
+    Rule("keep the shapes that are compiled", "9.4", "some padding, or one general graph",
+         lambda c, d: f"{c.recompiled} more compilations in steps 3 and 4", fault=lambda c, d: c.recompiled > 0),
+    Rule("compute nothing twice, and no gradient that nobody uses", "9.6", "none", _twice,
+         fault=lambda c, d: bool(c.repeated or c.unused_gradients)),
+    Rule("convert and move constant tensors once", "9.0", "none",
+         lambda c, d: f"again in each step: {_where(c.moved_again)}", fault=lambda c, d: bool(c.moved_again)),
+    Rule("load in other processes", "9.7", "memory for each worker",
+         lambda c, d: f"{c.calls_per_batch or 0:,} Python calls per batch, in the training process", _workers),
+    Rule("do not wait for the device in every step", "9.0", "metrics are read later",
+         lambda c, d: f"the host waits {sum(c.syncs.values())} times a step: {_where(c.syncs)}", _no_waits,
+         lambda c, d: bool(c.syncs) and d.asynchronous),
+    Rule("batches of similar length", "9.7", "a little less random order",
+         lambda c, d: f"{c.padded:.0%} of the tokens are padding", _padding),
+    Rule("a fused optimizer", "9.0", "none",
+         lambda c, d: f"{c.by('phase').get(OPTIMIZER, (0,))[0]:,} operations update the parameters", _optimizer),
+    Rule("overlap communication with backward", "9.2", "DDP does it; larger buckets",
+         lambda c, d: f"{sum(o.bytes for o in c.operations if o.collective):,} bytes in collectives", _overlap),
+    Rule("bf16 autocast", "9.1", "fewer digits; check that it still trains",
+         _share(_half, "fp32 products, faster at half the width"), _half),
+    Rule("scaled_dot_product_attention", "9.4", "none", _share(_softmax, "softmax written to memory"), _softmax),
+    Rule("torch.compile", "9.4", "compilation when it starts, and at new shapes",
+         _share(_fusion, "operations between the products"), _fusion),
+    Rule("a larger batch", "9.5", "fewer updates per epoch; tune the learning rate again",
+         _share(_launches, "operations too small to fill the device"), _launches),
 )  # fmt: skip
 
 
