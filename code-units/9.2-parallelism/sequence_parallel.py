@@ -6,8 +6,9 @@ import sys
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.nn import functional as F
@@ -87,8 +88,10 @@ def gathers_again(normed, up, down):
 
 
 def keep(tensor):
-    if tensor.untyped_storage().data_ptr() not in own:
-        kept[tensor.untyped_storage().data_ptr()] = tensor
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor  # a DTensor's numbers on this rank
+    local = local.wait() if isinstance(local, AsyncCollectiveTensor) else local  # not there yet
+    if local.untyped_storage().data_ptr() not in own:
+        kept[local.untyped_storage().data_ptr()] = local
     return tensor
 
 
@@ -127,11 +130,15 @@ for parameter, value in zip(model.parameters(), (gain, bias, up, down), strict=T
 layouts = {"0": SequenceParallel(sequence_dim=0), "1": ColwiseParallel(input_layouts=Shard(0))}
 layouts |= {"3": RowwiseParallel(output_layouts=Shard(0))}
 parallelize_module(model, init_device_mesh("cpu", (world_size,)), layouts)
-with CommDebugMode() as forward:
-    y = x[mine] + model(x[mine]) * mask[mine] / 0.9
+piece, dropped = x[mine].clone(), mask[mine].clone()
+own = {parameter.to_local().untyped_storage().data_ptr() for parameter in model.parameters()}
+kept.clear()
+with CommDebugMode() as forward, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    y = piece + model(piece) * dropped / 0.9
+held = sum(t.untyped_storage().nbytes() for t in kept.values())
 with CommDebugMode() as backward:
     y.square().sum().backward()
 counts = [{str(name).split(".")[-1]: n for name, n in mode.get_comm_counts().items()} for mode in (forward, backward)]
-dtensor = {"y": y.tolist(), "up_grad": model[1].weight.grad.full_tensor().tolist(), "counts": counts}
+dtensor = {"y": y.tolist(), "up_grad": model[1].weight.grad.full_tensor().tolist(), "counts": counts, "kept": held}
 print(json.dumps({**report, "dtensor": dtensor}))
 dist.destroy_process_group()
