@@ -6,17 +6,7 @@ from pathlib import Path
 FOLDER = Path(__file__).resolve().parent.parent / "results"
 
 
-class Rows(list):
-    """Rows of one section. `items` and `values` give them file by file, as notebook 9.8.2 still reads them."""
-
-    def __init__(self, sections: dict[str, dict]):
-        super().__init__(row for section in sections.values() for row in section["rows"])
-        for row in self:
-            row |= {"skipped": row["not_run"]} if "not_run" in row else {}
-        self.items, self.values = sections.items, sections.values
-
-
-def recorded(section: str) -> Rows:
+def recorded(section: str) -> list[dict]:
     """Every row of `section` in results/, GPUs first: what the benchmark wrote, and where and when it did.
 
     To its own entries, among them `task` (what was done, in words), a row adds `machine` (words that tell the files
@@ -26,15 +16,15 @@ def recorded(section: str) -> Rows:
     files = {path.stem: load(path) for path in FOLDER.glob("*.json")}
     known = {file: sections[section] for file, sections in files.items() if section in sections}
     names = {file: _name(found["stamp"]) for file, found in known.items()}
-    made = {}
+    made = []
     for file in sorted(known, key=lambda file: (known[file]["stamp"]["device"] != "cuda", file)):
         stamp, noisy, machine = known[file]["stamp"], known[file]["noisy"], names[file]
         if list(names.values()).count(machine) > 1:
             machine += f" ({file})"
         place = {"file": file, "machine": machine, "device": stamp["device"], "date": stamp["date"], "noisy": noisy,
                  "where": f"{machine}, {stamp['date']}" + (", noisy" if noisy else "")}  # fmt: skip
-        made[file] = {**known[file], "rows": [{**row, **place} for row in known[file]["rows"]]}
-    return Rows(made)
+        made += [{**row, **place} for row in known[file]["rows"]]
+    return made
 
 
 def _name(stamp: dict) -> str:
