@@ -5,6 +5,7 @@ import random
 import sys
 
 import numpy as np
+import patients
 import pytest
 import torch
 import torch.distributed as dist
@@ -33,7 +34,6 @@ from speedlab.diagnose.climb import RUNGS, apart, blocks, climb, trains
 from speedlab.diagnose.report import text
 
 sys.path.insert(0, str(ROOT / "code-units" / "capstone"))
-import patients
 
 # Round figures of a two-core server, so that what the rules say is the same everywhere.
 DEVICE = Device("two cores", 5e-6, 20e9, {"fp32": 0.3e12, "bf16": 1.2e12}, link=1e9)

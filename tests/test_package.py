@@ -8,14 +8,14 @@ from pathlib import Path
 
 from notebooks import ROOT, find
 
-# A module of speedlab imports only from the layers above its own; data and checks are packages, each one part.
+# A module of speedlab imports only from the layers above its own; data, checks and diagnose are packages, each one part.
 LAYERS = (
     {"display"},
     {"machine"},
     {"claims", "compat", "count", "formats", "measure", "results"},
     {"data", "launch", "plots"},
     {"widgets"},
-    {"checks"},
+    {"checks", "diagnose"},
 )
 # of speedlab without its packages data and checks
 MOST_LINES = 1720
@@ -102,9 +102,12 @@ def test_nothing_uses_a_private_name_of_another_module():
 
 
 def test_no_path_is_patched_to_import_from():
-    """Only launch sets it: a rank finds the neighbours of its script, as Python itself would let it."""
+    """Two set it, so that a rank's script, and a file to diagnose, find their neighbours as in a run of Python."""
     patch = re.compile(r"sys\.path(\.(insert|append|extend)\(|\[[^\]]*\][^=!\n]*=[^=])")
-    assert [place for place, code in CODE.items() if patch.search(code)] == ["speedlab/launch.py"]
+    assert [place for place, code in CODE.items() if patch.search(code)] == [
+        "speedlab/diagnose/jobs.py",
+        "speedlab/launch.py",
+    ]
 
 
 def test_speedlab_is_small():

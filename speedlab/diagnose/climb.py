@@ -2,7 +2,7 @@
 
 import copy
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -229,7 +229,7 @@ def timed(job: Job, changed: Job, name: str, seconds: float) -> Comparison:
 
     def steps(job: Job, times: int) -> Callable[[], None]:
         model, optimizer = job.built()
-        fixed, feed = job.batch(), _again(job.loader) if job.loader is not None else None
+        fixed, feed = job.batch(), again(job.loader) if job.loader is not None else None
 
         def work() -> None:
             for _ in range(times):
@@ -241,7 +241,8 @@ def timed(job: Job, changed: Job, name: str, seconds: float) -> Comparison:
     return compare(variants, seconds=seconds, max_rounds=50)
 
 
-def _again(loader):
+def again(loader: Iterable) -> Iterator:
+    """The batches of a loader, epoch after epoch."""
     while True:
         yield from loader
 

@@ -1,6 +1,6 @@
 """What a clock says of a step: with the loader, without the optimizer, with twice the batch. It never decides."""
 
-from speedlab.diagnose.climb import _again
+from speedlab.diagnose.climb import again
 from speedlab.diagnose.counting import Counts
 from speedlab.diagnose.jobs import Job, untouched
 from speedlab.diagnose.rules import Device
@@ -19,7 +19,7 @@ def probe(job: Job, seconds: float = 20.0) -> Comparison:
 
         variants = {"the same batch again": lambda: job.train(model, optimizer, batch)}
         if job.loader is not None:
-            feed = _again(job.loader)
+            feed = again(job.loader)
             variants = {"with your loader": lambda: job.train(model, optimizer, next(feed)), **variants}
         variants["without the optimizer"] = without_optimizer
         variants["twice the batch"] = lambda: job.train(model, optimizer, double)
