@@ -2,7 +2,6 @@
 
 import copy
 import random
-import sys
 
 import numpy as np
 import patients
@@ -11,7 +10,6 @@ import torch
 import torch.distributed as dist
 import torchvision
 import transformers
-from notebooks import ROOT
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -32,8 +30,6 @@ from speedlab.diagnose import (
 from speedlab.diagnose.__main__ import main, size
 from speedlab.diagnose.climb import RUNGS, apart, blocks, climb, trains
 from speedlab.diagnose.report import text
-
-sys.path.insert(0, str(ROOT / "code-units" / "capstone"))
 
 # Round figures of a two-core server, so that what the rules say is the same everywhere.
 DEVICE = Device("two cores", 5e-6, 20e9, {"fp32": 0.3e12, "bf16": 1.2e12}, link=1e9)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from notebooks import ROOT, find
 
-# A module of speedlab imports only from the layers above its own; data, checks and diagnose are packages, each one part.
+# A module of speedlab imports only from the layers above its own; a package (data, checks, diagnose) is one part.
 LAYERS = (
     {"display"},
     {"machine"},
