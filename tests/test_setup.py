@@ -5,6 +5,7 @@ writes down how it was called. UV_FAILS says at which calls it fails, UV_SAYS wi
 """
 
 import ast
+import contextlib
 import os
 import re
 import shutil
@@ -13,6 +14,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from pathlib import Path
 
@@ -306,6 +308,15 @@ def test_an_unknown_command_shows_what_there_is(course):
 # --- JupyterLab, make ---
 
 
+def _answer(opener: urllib.request.OpenerDirector, address: str):
+    """What an address answers; JupyterLab prints it a moment before it listens."""
+    for _ in range(100):
+        with contextlib.suppress(urllib.error.URLError):
+            return opener.open(address, timeout=20)
+        time.sleep(0.2)
+    raise AssertionError(f"{address} does not answer")
+
+
 def test_lab_prints_an_address_that_answers(tmp_path):
     """Started as `lab` starts it; Markdown opens as a page, and one Ctrl-C ends it."""
     with socket.socket() as free:
@@ -319,7 +330,7 @@ def test_lab_prints_an_address_that_answers(tmp_path):
             address = next(line.strip() for line in lab.stderr if line.strip().startswith("http://127.0.0.1"))
             assert "/lab/tree/README.md?token=" in address
             proxy_free = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-            assert proxy_free.open(address, timeout=20).status == 200
+            assert _answer(proxy_free, address).status == 200
             viewers = address.replace("tree/README.md", "api/settings/@jupyterlab/docmanager-extension:plugin")
             assert "Markdown Preview" in proxy_free.open(viewers, timeout=20).read().decode()
             lab.send_signal(signal.SIGINT)
