@@ -1,5 +1,6 @@
 """The scripts of unit 9.3: counted messages, bad days, torn checkpoints, restarts, the script for a cluster."""
 
+import functools
 import importlib.util
 import json
 import shlex
@@ -153,3 +154,38 @@ def test_a_slurm_job_is_requeued_when_its_time_runs_out_and_not_when_it_ends_or_
     assert [life["code"] for life in (first, second, last)] == [0, 0, 0]
     failing = script.replace("srun torchrun", "srun torchrun && false")
     assert [(life["asked"], life["code"]) for life in cluster.play_slurm(failing, lives=1)] == [("", 1)]
+
+
+def test_lightnings_snippet_takes_up_a_training_where_it_ended(tmp_path, monkeypatch):
+    """Without `save_last`, or in another folder, Lightning would start from nothing and only warn."""
+    import lightning
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    class Model(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(2, 1)
+
+        def training_step(self, batch, batch_idx):
+            return self.layer(batch).mean()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+        def train_dataloader(self):
+            return torch.utils.data.DataLoader(torch.ones(40, 2), batch_size=2)
+
+        def on_train_start(self):
+            starts.append(self.trainer.global_step)
+
+    cells = json.loads((UNIT / "4-checkpoints-and-restarts.ipynb").read_text())["cells"]
+    prose = "".join(line for cell in cells if cell["cell_type"] == "markdown" for line in cell["source"])
+    practice = prose.split("### In practice")[1]
+    snippet = practice[practice.index("newest =") : practice.index("# Fabric")].replace("500", "5")
+    monkeypatch.chdir(tmp_path)
+    starts = []
+    for steps in (10, 20):
+        quiet = {"enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+        trainer = functools.partial(lightning.Trainer, max_steps=steps, **quiet)
+        exec(snippet, {"Trainer": trainer, "ModelCheckpoint": ModelCheckpoint, "model": Model()})
+    assert starts == [0, 10]

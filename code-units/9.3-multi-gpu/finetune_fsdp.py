@@ -24,7 +24,7 @@ BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float
 
 
 def shard(model: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy = FP32) -> nn.Module:
-    """Each layer is a group of its own, whole only while it computes; embeddings and head are the last group."""
+    """Each layer is a group of its own, whole only while it computes; embeddings and head are the outermost group."""
     for layer in model.distilbert.transformer.layer:
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     return fully_shard(model, mesh=mesh, mp_policy=policy)
@@ -61,12 +61,15 @@ def train(args, model: nn.Module, device: torch.device, max_steps: int) -> dict:
 
     losses = []
     model.train(args.dropout)
+    with torch.no_grad():
+        first = collate(train_rows[:8])  # the same reviews on every rank
+        untrained = model(**{name: value.to(device) for name, value in first.items()}).logits
     for epoch in range(args.epochs):
         sampler.set_epoch(epoch)
         losses += [step(batch) for batch, _ in zip(train_loader, range(max_steps - len(losses)), strict=False)]
     losses = torch.stack(losses)
     dist.all_reduce(losses)
-    report = {"losses": (losses / dist.get_world_size()).tolist()}
+    report = {"losses": (losses / dist.get_world_size()).tolist(), "untrained": untrained.tolist()}
     if args.save:
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         whole = get_model_state_dict(model, options=options)  # on rank 0; the others get nothing

@@ -43,11 +43,13 @@ def stepper(model: nn.Module) -> tuple[torch.optim.Optimizer, Callable[[], None]
     return optimizer, step
 
 
-def one_step(*ranks: int, size: str | None = None, by_layer: bool = True) -> tuple[list[Message], dict[str, int]]:
+def one_step(*ranks: int, size: str | None = None, groups: str = "layers") -> tuple[list[Message], dict[str, int]]:
     """The messages of one step of a sharded DistilBERT, and what a rank holds at the worst moment, by kind."""
     with rehearse(*ranks) as mesh, FakeTensorMode(allow_non_fake_inputs=True):
         model = models.distilbert(size, pretrained=False).eval()  # no dropout, as in the script
-        model = shard(model, mesh) if by_layer else fully_shard(model, mesh=mesh)
+        if groups == "layers and embeddings":
+            fully_shard(model.distilbert.embeddings, mesh=mesh)
+        model = fully_shard(model, mesh=mesh) if groups == "one" else shard(model, mesh)
         optimizer, step = stepper(model)
         step()  # from here on, the optimizer has its state
         with listen() as messages:
@@ -101,11 +103,11 @@ def accumulated(sync: bool, keep: bool) -> list[Message]:
     """The messages of one step of four micro-batches, on one of eight ranks."""
     with rehearse(8) as mesh, FakeTensorMode(allow_non_fake_inputs=True):
         model = shard(models.distilbert(pretrained=False), mesh)
-        model(**PROBE).loss.backward()
+        if keep:
+            model.set_reshard_after_forward(False)
         with listen() as messages:
             for last in (False, False, False, True):
                 model.set_requires_gradient_sync(sync or last)
-                model.set_reshard_after_forward(last or not keep)
                 model.set_reshard_after_backward(last or not keep)
                 model(**PROBE).loss.backward()
     return messages
