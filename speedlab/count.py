@@ -29,9 +29,18 @@ def flops(work: Callable[[], object]) -> int:
 
     A multiplication and an addition count as two. Pointwise operations are not counted, as is usual.
     """
-    from torch.utils.flop_counter import FlopCounterMode  # imports sympy, a third of a second
+    from torch.utils import flop_counter  # imports sympy, a third of a second
 
-    with FlopCounterMode(display=False) as counter:
+    # torch 2.11 counts a GPU's fused attention but not a CPU's, which does the same products
+    formulas = {
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: (
+            lambda q, k, v, *_, **__: flop_counter.sdpa_flop_count(q, k, v)
+        ),
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+            lambda g, q, k, v, *_, **__: flop_counter.sdpa_backward_flop_count(g, q, k, v)
+        ),
+    }
+    with flop_counter.FlopCounterMode(display=False, custom_mapping=formulas) as counter:
         work()
     return counter.get_total_flops()
 

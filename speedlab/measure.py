@@ -115,10 +115,11 @@ def compare(
     max_rounds: int = 200,
     unit: str = "step",
 ) -> Comparison:
-    """Time several variants of one step, interleaved (A B A B), and compare each with the first, pair by pair.
+    """Time several variants of one step, interleaved (A B B A), and compare each with the first, pair by pair.
 
     A machine's speed drifts; variants that take turns drift together, so a ratio within one round is worth more than
-    the ratio of two medians. Each variant is called once to warm up. After `min_rounds` rounds, and whenever their
+    the ratio of two medians. Every other round runs in reverse order: where A always came first, B would always be
+    timed a little later, and on a machine that slows down it would look slower than it is. Each variant is called once to warm up. After `min_rounds` rounds, and whenever their
     number has doubled, the ratios are looked at: sampling ends once each is clearly faster, slower or the same within
     5%, or when `seconds`, the budget over all variants, is spent. A sentence in place of a function is the reason why
     this machine leaves that variant out: the table has the same rows everywhere.
@@ -143,7 +144,7 @@ def compare(
         total=max_rounds, delay=_PATIENCE_SECONDS, desc="measuring", leave=False, unit="round", disable=quiet
     ) as bar:
         for done in range(1, max_rounds + 1):
-            for name, step in variants.items():
+            for name, step in list(variants.items())[:: 1 if done % 2 else -1]:
                 samples[name].append(sample(step, repeats[name], clock))
             bar.update()
             spent = done == max_rounds or (done >= min_rounds and clock() - begin > seconds)

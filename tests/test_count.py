@@ -82,6 +82,19 @@ def test_flops_of_a_convolution():
     assert count.flops(lambda: layer(x)) == 2 * (2 * 8 * 12 * 12) * (3 * 5 * 5)
 
 
+def test_flops_of_a_cpus_attention_whatever_pytorch_knows(monkeypatch):
+    """Two products forward; five backward, which computes the scores again. torch 2.11 has no formula for them."""
+    from torch.utils import flop_counter
+
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    monkeypatch.delitem(flop_counter.flop_registry, kernel, raising=False)
+    q, k, v = (torch.randn(2, 3, 5, 4, requires_grad=True) for _ in range(3))  # (B, heads, T, C)
+    product = 2 * 2 * 3 * 5 * 5 * 4
+    out = nn.functional.scaled_dot_product_attention(q, k, v)
+    assert count.flops(lambda: nn.functional.scaled_dot_product_attention(q, k, v)) == 2 * product
+    assert count.flops(lambda: out.sum().backward()) == 5 * product
+
+
 @pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adamw"])
 def test_state_bytes(optimizer):
     model = nn.Sequential(nn.Linear(10, 20), nn.BatchNorm1d(20))

@@ -88,7 +88,20 @@ def test_runs_alternate_and_are_warmed_up():
     measure.compare(variants, seconds=1e-9, min_rounds=6, max_rounds=6)
     sampled = "".join(calls).lstrip("a").lstrip("b")
     blocks = [key for key, _ in itertools.groupby(sampled)]
-    assert blocks == ["a", "b"] * 6
+    assert blocks == list("abababa"), "A B, B A, A B and so on: neighbouring rounds meet in the same variant"
+
+
+def test_a_steady_drift_does_not_fool_the_order(monkeypatch):
+    """On a machine that slows down at a steady rate, who comes second looks slower: each of two equals in turn."""
+    now = [0.0]
+    monkeypatch.setattr(machine, "synchronised_clock", lambda device: lambda: now[0])
+
+    def step():
+        now[0] += 1.0 + 0.001 * now[0]
+
+    ratio = measure.compare({"a": step, "b": step}, seconds=1e9, min_rounds=20, max_rounds=20).ratios["b"]
+    assert ratio.low < 0.9995 and ratio.high > 1.0005
+    assert ratio.median == pytest.approx(1.0, abs=1e-4)
 
 
 def test_budget_ends_the_rounds(fake_clock):
