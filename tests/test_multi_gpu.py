@@ -152,6 +152,8 @@ def test_a_slurm_job_is_requeued_when_its_time_runs_out_and_not_when_it_ends_or_
     assert [life["asked"] for life in (first, second, last)] == ["requeue 4711", "requeue 4711", ""]
     assert first["command"] == last["command"]
     assert [life["code"] for life in (first, second, last)] == [0, 0, 0]
+    late = script.replace("code=$?", "code=$?; sleep 0.5")  # the job ends before the script looks again
+    assert cluster.play_slurm(late, lives=2)[0]["asked"] == "requeue 4711"
     failing = script.replace("srun torchrun", "srun torchrun && false")
     assert [(life["asked"], life["code"]) for life in cluster.play_slurm(failing, lives=1)] == [("", 1)]
 

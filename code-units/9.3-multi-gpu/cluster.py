@@ -51,13 +51,12 @@ def slurm(script: str, *, nodes: int, gpus: int, cores: int, hours: int) -> str:
 folder=checkpoints/$SLURM_JOB_ID
 mkdir -p "$folder"
 rm -f "$folder/stop"
-trap 'touch "$folder/stop"' USR1      # the training sees this file, saves, and ends
+trap 'touch "$folder/stop"; asked=1' USR1   # the training sees this file, saves, and ends
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 port=$((20000 + SLURM_JOB_ID % 20000))
 {lines} &
 job=$!
-wait "$job"; code=$?
-while [ $code -gt 128 ] && kill -0 "$job" 2> /dev/null; do wait "$job"; code=$?; done   # USR1 ends a wait
+while asked=; wait "$job"; code=$?; [ "$asked" ]; do :; done   # USR1 ends a wait: then wait again
 if [ $code -eq 0 ] && [ -e "$folder/stop" ]; then scontrol requeue "$SLURM_JOB_ID"; fi
 exit $code
 """
