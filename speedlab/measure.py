@@ -119,11 +119,11 @@ def compare(
 
     A machine's speed drifts; variants that take turns drift together, so a ratio within one round is worth more than
     the ratio of two medians. Every other round runs in reverse order: where A always came first, B would always be
-    timed a little later, and on a machine that slows down it would look slower than it is. Each variant is called once
-    to warm up. After `min_rounds` rounds, and whenever their number has doubled, the ratios are looked at: sampling
-    ends once each is clearly faster, slower or the same within 5%, or when `seconds`, the budget over all variants, is
-    spent. A sentence in place of a function is the reason why this machine leaves that variant out: the table has the
-    same rows everywhere.
+    timed a little later, and on a machine that slows down it would look slower than it is. Each variant is called
+    once to warm up. After `min_rounds` rounds, and whenever their number has doubled, the ratios are looked at:
+    sampling ends once each is clearly faster, slower or the same within 5%, or when `seconds`, the budget over all
+    variants, is spent. A sentence in place of a function is the reason why this machine leaves that variant out: the
+    table has the same rows everywhere.
     """
     names = tuple(variants)
     not_run = {name: step for name, step in variants.items() if isinstance(step, str)}
