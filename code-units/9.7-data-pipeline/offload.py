@@ -1,4 +1,4 @@
-"""An offload processor in some forty lines, and a quiet start for the real one.
+"""An offload processor in some sixty lines, and a quiet start for the real one.
 
 It stands in a module because the process that makes the batches is a fresh Python: what it runs, it must import.
 """
