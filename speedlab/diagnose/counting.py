@@ -177,7 +177,10 @@ class _Watch(TorchDispatchMode):
         if func.is_view or name in _NOTHING_LAUNCHED or func.namespace not in ("aten", "c10d", "_c10d_functional"):
             return out
         collective = func.namespace != "aten"
-        taken, given = tensors((args, kwargs)), tensors(out)
+        # what changes lists of tensors in place, as optimizers do, returns nothing; gradients only with a loss scaler
+        pairs = zip(args, func._schema.arguments, strict=False)
+        changed = [a for a, of in pairs if of.alias_info and of.alias_info.is_write and of.name != "grads"]
+        taken, given = tensors((args, kwargs)), tensors(changed if out is None else out)
         for tensor in given:
             self.hold(tensor, made=True)
         counter = flop_registry.get(func._overloadpacket)
