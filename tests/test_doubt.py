@@ -55,6 +55,19 @@ def test_a_sample_is_seeded_and_takes_every_kind():
     assert len(doubt.sample(found, 10_000, 1)) == len(found)
 
 
+def test_after_a_change_survivors_are_tried_again_and_the_rest_stands():
+    entry, chosen = doubt.plan(None, ["a = 1 + x", "b = 2 * y"], 10, 0)
+    assert entry["faults"] == [] and len(chosen) == 4
+    entry["faults"] = [{"change": f.change, "kind": f.kind, "result": "survived"} for f in chosen]
+    entry["faults"][0]["result"] = "claim"
+    assert doubt.plan(entry, ["a = 1 + x", "b = 2 * y"], 10, 0)[1] == []
+    later, again = doubt.plan(entry, ["a = 1 + x", "b = 2 * y", "assert a"], 10, 0)
+    assert later["faults"] == entry["faults"][:1] and [f.change for f in again] == [f.change for f in chosen[1:]]
+    later, again = doubt.plan(entry, ["a = 3 + x", "b = 2 * y"], 3, 0)
+    assert all(row["change"] in {f.change for f in chosen} for row in later["faults"])
+    assert len(later["faults"]) + len(again) == 3
+
+
 @pytest.fixture(scope="module")
 def notebook(tmp_path_factory):
     sources = {

@@ -3,8 +3,9 @@
 For each notebook a seeded sample of changes is drawn: an operator, a constant, a dtype, a keyword left out, a
 line deleted; never in imports, figures, widgets, guesses, in what is timed, or in the claims themselves. With
 one change at a time the notebook runs again from the top in a fresh kernel. What is found goes to
-results/doubt/units.json; a run goes on where it stopped, unless the notebook or the code it uses has changed. A
-survivor that changes nothing a reader could notice is listed with its reason in tools/equivalent_faults.json.
+results/doubt/units.json; a run goes on where it stopped. After a change of the notebook, survivors are tried again,
+and faults that no longer fit give way to others. A survivor that changes nothing a reader could notice is listed
+with its reason in tools/equivalent_faults.json.
 Usage: python tools/doubt.py [--minutes 60] [--faults 12] [--seed 0] [notebook or folder ...]
 """
 
@@ -25,7 +26,7 @@ from pathlib import Path
 import nbformat
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
-from notebooks import QUIET, RECORDED, ROOT, find, local_code, same_outputs
+from notebooks import QUIET, RECORDED, ROOT, find, same_outputs
 from tqdm import tqdm
 
 RESULTS = ROOT / "results" / "doubt" / "units.json"
@@ -188,11 +189,19 @@ def try_fault(path: Path, fault: Fault | None) -> str:
     return "comparison" if client.differs else "survived"
 
 
-def fingerprint(path: Path) -> str:
-    """A hash of the notebook's code and of the local files that it uses."""
-    notebook = nbformat.read(path, as_version=4)
-    cells = "\n".join(c.source for c in notebook.cells if c.cell_type == "code")
-    return hashlib.sha256((cells + local_code(notebook, path.parent)).encode()).hexdigest()[:12]
+def plan(entry: dict | None, sources: list[str], count: int, seed: int) -> tuple[dict, list[Fault]]:
+    """What holds of a notebook's earlier results, and the faults to try; survivors again where its code has changed."""
+    mark = hashlib.sha256("\n".join(sources).encode()).hexdigest()[:12]
+    entry = entry or {"made_by": mark, "faults": []}
+    possible = {fault.change: fault for fault in faults(sources)}
+    rows = [row for row in entry["faults"] if row["change"] in possible]
+    again = [] if entry["made_by"] == mark else [row["change"] for row in rows if row["result"] == "survived"]
+    kept = [row for row in rows if row["change"] not in again]
+    fresh = [
+        f for f in sample(list(possible.values()), count, seed) if f.change not in {row["change"] for row in rows}
+    ]
+    chosen = [possible[change] for change in again] + fresh
+    return {"made_by": mark, "faults": kept}, chosen[: max(count - len(kept), 0)]
 
 
 def shares(entry: dict, name: str) -> tuple[int, int, int]:
@@ -226,13 +235,10 @@ def main() -> None:
     results = known_results()
     waiting = []
     for path in find(given.names or ["code-units"]):
-        name, mark = path.relative_to(ROOT).as_posix(), fingerprint(path)
-        if results.get(name, {}).get("made_by") != mark or results[name]["seed"] != given.seed:
-            results[name] = {"made_by": mark, "seed": given.seed, "faults": []}
+        name = path.relative_to(ROOT).as_posix()
         sources = [c.source for c in nbformat.read(path, as_version=4).cells if c.cell_type == "code"]
-        tried = {f["change"] for f in results[name]["faults"]}
-        chosen = sample(faults(sources), given.faults, given.seed)
-        waiting += [(path, name, fault) for fault in chosen if fault.change not in tried]
+        results[name], chosen = plan(results.get(name), sources, given.faults, given.seed)
+        waiting += [(path, name, fault) for fault in chosen]
     with (
         concurrent.futures.ProcessPoolExecutor(given.workers, multiprocessing.get_context("spawn")) as pool,
         tqdm(total=len(waiting), unit="fault", disable=False) as bar,
