@@ -190,7 +190,7 @@ def try_fault(path: Path, fault: Fault | None) -> str:
 
 
 def plan(entry: dict | None, sources: list[str], count: int, seed: int) -> tuple[dict, list[Fault]]:
-    """What holds of a notebook's earlier results, and the faults to try; survivors again where its code has changed."""
+    """What holds of earlier results, and the faults to try: survivors again where the code has changed."""
     mark = hashlib.sha256("\n".join(sources).encode()).hexdigest()[:12]
     entry = entry or {"made_by": mark, "faults": []}
     possible = {fault.change: fault for fault in faults(sources)}
