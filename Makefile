@@ -6,6 +6,7 @@
 ## make exercises    generate the exercises from the solutions
 ## make bench        climb the ladders on this machine and store what they measured
 ## make checkpoints  train the small shipped checkpoints again
+## make hosted       write the notebooks for Colab and Kaggle, and links to hosted places: make hosted REPO=owner/name
 ## make lint         check the style of code and notebooks
 ## make clean        remove .venv, caches and build leftovers
 ##
@@ -14,7 +15,7 @@
 
 PYTHON ?= python3
 COURSE := @$(PYTHON) tools/course.py
-COMMANDS := help lab test check refresh doubt exercises bench checkpoints lint clean
+COMMANDS := help lab test check refresh doubt exercises bench checkpoints hosted lint clean
 .PHONY: $(COMMANDS)
 
 help:
@@ -28,6 +29,9 @@ bench:
 checkpoints:
 	$(COURSE) run tools/pretrain_vit.py $(ARGS)
 	$(COURSE) run tools/pretrain_distilbert.py $(ARGS)
+hosted:
+	$(COURSE) run tools/hosted.py $(if $(REPO),--repo $(REPO)) $(ARGS)
+	$(COURSE) run tools/readme.py
 lint:
 	$(COURSE) run -m ruff check . $(ARGS)
 	$(COURSE) run -m ruff format --check . $(ARGS)

@@ -9,6 +9,7 @@ import statistics
 import sys
 from pathlib import Path
 
+import hosted
 import ladder_pictures
 from notebooks import ROOT, claims_in, find
 
@@ -66,6 +67,17 @@ def syllabus() -> str:
         links = f"[{found['title']}]({found['path']}) · [solution](solutions/{path.name})"
         rows.append(f"| exercise | {links} | {found['minutes']} | |")
     return "\n".join(rows)
+
+
+def places() -> str:
+    """Links to places that open the course without a clone; empty where the repository has no address."""
+    repo = hosted.repository()
+    if not repo:
+        return ""
+    whole = hosted.whole_course(repo)
+    first = {k: v for k, v in hosted.links(min(find(["code-units"])), repo).items() if k not in whole}
+    row = lambda links: " · ".join(f"[{place}]({link})" for place, link in links.items())  # noqa: E731
+    return f"Without a clone: the first lesson in {row(first)}, the whole course in {row(whole)}."
 
 
 def precision() -> str:
@@ -168,7 +180,7 @@ def _ladder_table(rows: list[dict]) -> list[str]:
 def render(text: str) -> str:
     """The README with each generated part between its marks made anew; a ladder without results needs no marks."""
     ladders = {f"ladder-{name}": ladder(name) for name in LADDERS}
-    parts = {"syllabus": syllabus(), "precision": precision()} | {
+    parts = {"places": places(), "syllabus": syllabus(), "precision": precision()} | {
         name: made for name, made in ladders.items() if made
     }
     for name, made in parts.items():
@@ -176,7 +188,7 @@ def render(text: str) -> str:
         _, end, after = rest.partition(f"<!-- /{name} -->")
         if not end:
             raise SystemExit(f"README.md has no marks <!-- {name} --> and <!-- /{name} -->: put them back.")
-        text = before + begin + made + "\n" + end + after
+        text = before + begin + made + "\n" * bool(made) + end + after
     return text
 
 

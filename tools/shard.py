@@ -1,0 +1,45 @@
+"""Name the tests of one part of several, of about equal length, for machines that share the work.
+
+Usage: python tools/shard.py 1/4     (prints paths: python tools/course.py test $(python tools/shard.py 1/4))
+"""
+
+import functools
+import json
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+# Seconds of a file of tests, and of a notebook whose time was not recorded.
+_USUAL = 30
+
+
+@functools.cache
+def files() -> dict[str, int]:
+    """Every file of tests and every notebook, with the seconds that it takes."""
+    tests = {path: _USUAL for path in (ROOT / "tests").rglob("test_*.py")}
+    notebooks = [p for folder in ("code-units", "exercises", "solutions") for p in (ROOT / folder).rglob("*.ipynb")]
+    seconds = {path: _seconds(path) for path in notebooks if ".ipynb_checkpoints" not in path.parts}
+    return {path.relative_to(ROOT).as_posix(): time for path, time in {**tests, **seconds}.items()}
+
+
+def _seconds(path: Path) -> int:
+    return json.loads(path.read_text(encoding="utf-8"))["metadata"].get("recorded", {}).get("seconds", _USUAL)
+
+
+def shard(number: int, parts: int) -> list[str]:
+    """The files of one part, from 1: the longest first, each to the part that has the least to do."""
+    loads, shares = [0] * parts, [[] for _ in range(parts)]
+    for name, seconds in sorted(files().items(), key=lambda item: (-item[1], item[0])):
+        least = loads.index(min(loads))
+        loads[least] += seconds
+        shares[least].append(name)
+    return sorted(shares[number - 1])
+
+
+if __name__ == "__main__":
+    try:
+        number, parts = (int(part) for part in sys.argv[1].split("/"))
+        assert 1 <= number <= parts
+    except (AssertionError, IndexError, ValueError):
+        sys.exit(__doc__)
+    print("\n".join(shard(number, parts)))
