@@ -159,8 +159,11 @@ def pytest_collect_file(file_path, parent):
 @pytest.hookimpl(optionalhook=True)  # the course also runs without pytest-xdist
 def pytest_xdist_auto_num_workers(config):
     """As many workers as there are cores and, at 4 GB each, memory; one where there is less than 8 GB."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(cores, int(psutil.virtual_memory().total / 4e9)))
+    return max(1, min(_cores(), int(psutil.virtual_memory().total / 4e9)))
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @pytest.hookimpl(trylast=True)
@@ -197,7 +200,11 @@ class Watch(threading.Thread):
 
 
 def pytest_configure(config):
-    if not hasattr(config, "workerinput"):
+    if hasattr(config, "workerinput"):
+        # Each worker gets its share of the cores: threads of one that wait for threads of another waste both.
+        share = _cores() // config.workerinput["workercount"]
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, share)))
+    else:
         config.stash[WATCH] = Watch()
         config.stash[WATCH].start()
 

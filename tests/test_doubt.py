@@ -44,6 +44,10 @@ def test_claims_clocks_figures_imports_and_guesses_are_spared():
             assert spared in source, source
 
 
+def test_a_line_that_only_prints_or_explains_is_not_deleted():
+    assert set(planted("'What it does.'\nprint('four')\nmodel.train()")) == {"deleted: model.train()"}
+
+
 def test_columns_are_counted_in_characters():
     assert "t = 'µs'; y = a - 1" in planted("t = 'µs'; y = a + 1").values()
 

@@ -125,7 +125,7 @@ def _faults_in(number: int, source: str) -> Iterator[Fault]:
                     if not place and len(parts) > 1:
                         end = text.index(",", end) + 1
                     yield fault("keyword", start, end, "")
-        elif isinstance(node, ast.Expr | ast.AugAssign) and not isinstance(getattr(node, "value", 0), ast.Constant):
+        elif _does_something(node):
             yield fault("line", *span(node), "pass")
 
 
@@ -140,6 +140,14 @@ def _lesson_code(node: ast.AST) -> Iterator[ast.AST]:
             continue
         yield child
         yield from _lesson_code(child)
+
+
+def _does_something(node: ast.AST) -> bool:
+    """Whether this line can be deleted as a fault of the lesson: not one that only prints, nor a docstring."""
+    if isinstance(node, ast.Expr):
+        call = isinstance(node.value, ast.Call) and ast.unparse(node.value.func)
+        return call != "print" and not isinstance(node.value, ast.Constant)
+    return isinstance(node, ast.AugAssign)
 
 
 def _spared(node: ast.AST) -> bool:
