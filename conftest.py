@@ -7,11 +7,9 @@ It touches nbval's internals, so nbval is pinned.
 """
 
 import ast
-import contextlib
 import json
 import os
 import signal
-import threading
 import time
 from pathlib import Path
 from queue import Empty
@@ -19,7 +17,7 @@ from queue import Empty
 import psutil
 import pytest
 from nbval.plugin import IPyNbCell, IPyNbFile, comment_markers, metadata_tags
-from notebooks import FOLDERS, NOT_COMPARED, QUIET, RECORDED, ROOT, Printed, blank, claims_in, comparable
+from notebooks import FOLDERS, NOT_COMPARED, QUIET, RECORDED, ROOT, Printed, Watch, blank, claims_in, comparable
 
 # before anything imports torch, which reads this once; kernels and other child processes inherit it
 os.environ.update(QUIET)
@@ -28,7 +26,7 @@ os.environ.update(QUIET)
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-WATCH = pytest.StashKey["Watch"]()
+WATCH = pytest.StashKey[Watch]()
 
 # Exceptions to strict comparison need a line here: (notebook, tag or comment) -> reason. There are none.
 LISTED_EXCEPTIONS: dict[tuple[str, str], str] = {}
@@ -181,31 +179,13 @@ def _expected_seconds(path: Path) -> float:
     return recorded.get("seconds", 30.0)
 
 
-class Watch(threading.Thread):
-    """Notes the largest resident memory of all processes of this run, once a second."""
-
-    def __init__(self):
-        super().__init__(daemon=True)
-        self.peak, self.start_time = 0, time.monotonic()
-
-    def run(self):
-        own = psutil.Process()
-        while True:
-            total = 0
-            for process in (own, *own.children(recursive=True)):
-                with contextlib.suppress(psutil.Error):
-                    total += process.memory_info().rss
-            self.peak = max(self.peak, total)
-            time.sleep(1.0)
-
-
 def pytest_configure(config):
     if hasattr(config, "workerinput"):
         # Each worker gets its share of the cores: threads of one that wait for threads of another waste both.
         share = _cores() // config.workerinput["workercount"]
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, share)))
     else:
-        config.stash[WATCH] = Watch()
+        config.stash[WATCH] = Watch(with_self=True)
         config.stash[WATCH].start()
 
 

@@ -100,6 +100,7 @@ def test_a_page_recorded_on_a_busy_machine_is_marked_and_recorded_again(tmp_path
     tool.refresh(path, noisy=True)
     recorded = nbformat.read(path, as_version=4).metadata["recorded"]
     assert (recorded["busy"], recorded["products"], recorded["quiet"]) == (0.8, [1, 1], False)
+    assert 2e7 < recorded["peak_bytes"] < 4e9  # a kernel's, by orders of magnitude
     old = measured(path)
     others[0] = 0.0
     assert tool.refresh(path)[1:] == (2, True) and measured(path) != old
@@ -139,7 +140,7 @@ if os.fork() == 0:
     os._exit(0)
 os.wait()
 """
-# Adopts orphans as a refresh does, runs what is above, and counts what others spent: by a stranger's account and ours.
+# Adopts orphans as a refresh does, runs what is above, and counts what others spent: by a stranger and by us.
 ACCOUNTS = """
 import pathlib, subprocess, sys, time
 import psutil, refresh

@@ -5,14 +5,18 @@ printed place of a decimal number with three significant digits or more. Integer
 """
 
 import ast
+import contextlib
 import functools
 import hashlib
 import json
 import os
 import re
+import threading
+import time
 from pathlib import Path
 
 import nbformat
+import psutil
 from nbclient import NotebookClient
 
 from speedlab.display import CLAIM, MEASURED, QUOTED, unmeasured_word
@@ -264,6 +268,23 @@ def _without_prose(text: str) -> str:
             if isinstance(first, ast.Expr) and isinstance(getattr(first.value, "value", None), str):
                 lines[first.lineno - 1 : first.end_lineno] = [""] * (first.end_lineno - first.lineno + 1)
     return "\n".join(line for line in lines if line.strip() and not line.lstrip().startswith("#"))
+
+
+class Watch(threading.Thread):
+    """Notes the largest resident memory of all child processes, and of this one where asked, twice a second."""
+
+    def __init__(self, with_self: bool = False):
+        super().__init__(daemon=True)
+        self.with_self, self.peak, self.start_time, self.done = with_self, 0, time.monotonic(), threading.Event()
+
+    def run(self):
+        own = psutil.Process()
+        while not self.done.wait(0.5):
+            total = 0
+            for process in [own] * self.with_self + own.children(recursive=True):
+                with contextlib.suppress(psutil.Error):
+                    total += process.memory_info().rss
+            self.peak = max(self.peak, total)
 
 
 def normalise(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:

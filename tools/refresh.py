@@ -23,7 +23,7 @@ import nbformat
 import psutil
 import readme
 from nbclient.exceptions import CellExecutionError
-from notebooks import RECORDED, ROOT, execute, find, keep_outputs, write
+from notebooks import RECORDED, ROOT, Watch, execute, find, keep_outputs, write
 from tqdm import tqdm
 
 from speedlab import machine
@@ -98,7 +98,10 @@ def refresh(path: Path, noisy: bool = False, patience: float = 60.0) -> tuple[bo
     old = nbformat.read(path, as_version=4)
     calm = noisy or wait_until_quiet(patience)
     before = moment(product=True)
+    watch = Watch()
+    watch.start()
     new = execute(copy.deepcopy(old), path.parent)
+    watch.done.set()
     after = moment()
     others, product = after.others_since(before), moment(product=True).product
     drift = max(product, before.product) / min(product, before.product)
@@ -107,6 +110,7 @@ def refresh(path: Path, noisy: bool = False, patience: float = 60.0) -> tuple[bo
     if kept < sum(c.cell_type == "code" for c in new.cells) or RECORDED not in old.metadata:
         new.metadata[RECORDED] = {
             "busy": round(others, 2),
+            "peak_bytes": round(watch.peak, -7),
             "products": [round(rate / 1e9) for rate in (before.product, product)],
             "quiet": quiet,
             "seconds": round(after.time - before.time),
