@@ -87,12 +87,17 @@ class Race:
         return self.clock() - begin
 
     def pairs(self, run: Training, seconds: float) -> list[tuple[float, float]]:
-        """Rates (start, rung) of alternating samples, computed units per second; the start itself races nobody."""
+        """Rates (start, rung), computed units per second, sampled A B B A; the start itself races nobody."""
+        first, second = (self._start, self._start_seconds), (run, seconds)
         pairs: list[tuple[float, float]] = []
         begin = self.clock()
         while len(pairs) < _MIN_ROUNDS or self.clock() - begin < self.seconds:
-            first = self.sample(self._start, self._start_seconds)
-            pairs.append((first, first if run is self._start else self.sample(run, seconds)))
+            if run is self._start:
+                pairs.append((self.sample(*first),) * 2)
+            elif len(pairs) % 2 == 0:
+                pairs.append((self.sample(*first), self.sample(*second)))
+            else:
+                pairs.append((self.sample(*second), self.sample(*first))[::-1])
         return pairs
 
     def sample(self, run: Training, step_seconds: float) -> float:

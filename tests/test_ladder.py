@@ -1,7 +1,9 @@
 """The ladders: options are refused in a sentence, an interrupt loses nothing, and every row says what it must."""
 
+import itertools
 import json
 import platform
+import statistics
 import subprocess
 import sys
 from dataclasses import replace
@@ -326,6 +328,19 @@ def test_every_rung_changes_something_and_names_are_unique():
                 assert len({r.name for r in rungs}) == len(rungs) and not rungs[0].changes
                 steps = [start, *(s for _, s in ladder.climb(start, rungs[1:], lambda rung: ""))]
                 assert len(set(steps)) == len(steps)
+
+
+def test_start_and_rung_take_turns_so_that_a_drift_favours_neither(monkeypatch):
+    """Each sample is 1% slower than the one before: A B A B would show a rung of equal speed as 1% slower."""
+    racer = race.Race.__new__(race.Race)
+    racer.seconds, racer._start, racer._start_seconds = 0.0, "start", 1.0
+    racer.clock, sampled = itertools.count().__next__, []
+    monkeypatch.setattr(racer, "sample", lambda run, seconds: sampled.append(run) or 0.99 ** len(sampled))
+    pairs = racer.pairs("rung", 1.0)
+    assert sampled[:8] == ["start", "rung", "rung", "start"] * 2
+    assert statistics.geometric_mean(rung / start for start, rung in pairs) == pytest.approx(1.0, abs=1e-9)
+    sampled.clear()
+    assert all(start == rung for start, rung in racer.pairs("start", 1.0)) and set(sampled) == {"start"}
 
 
 def test_a_larger_batch_of_the_same_samples_has_the_same_gradient():
