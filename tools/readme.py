@@ -9,6 +9,7 @@ import statistics
 import sys
 from pathlib import Path
 
+import doubt
 import hosted
 import ladder_pictures
 from notebooks import ROOT, claims_in, find
@@ -54,18 +55,21 @@ def syllabus() -> str:
     units: dict[str, list[Path]] = {name: [] for name in PLANNED}
     for path in find(["code-units"] if (ROOT / "code-units").exists() else []):
         units.setdefault(path.parent.name, []).append(path)
-    rows = ["| unit | notebook | minutes | claims proven |", "|---|---|---:|---:|"]
+    rows = ["| unit | notebook | minutes | claims proven | planted faults caught |", "|---|---|---:|---:|---:|"]
+    doubted = doubt.known_results()
     for unit, paths in sorted(units.items()):
         if not paths:
-            rows.append(f"| {unit} | *planned*: {PLANNED[unit]} | | |")
+            rows.append(f"| {unit} | *planned*: {PLANNED[unit]} | | | |")
         for path in sorted(paths):
             found = summary(path)
             notebook = f"[{found['title']}]({found['path']}): {found['sentence']}"
-            rows.append(f"| {unit} | {notebook} | {found['minutes']} | {found['claims']} |")
+            counted, caught, _ = doubt.shares(doubted.get(found["path"], {"faults": []}), found["path"])
+            share = f"{caught} of {counted}" if counted else ""
+            rows.append(f"| {unit} | {notebook} | {found['minutes']} | {found['claims']} | {share} |")
     for path in sorted((ROOT / "exercises").glob("*.ipynb")):
         found = summary(path)
         links = f"[{found['title']}]({found['path']}) · [solution](solutions/{path.name})"
-        rows.append(f"| exercise | {links} | {found['minutes']} | |")
+        rows.append(f"| exercise | {links} | {found['minutes']} | | |")
     return "\n".join(rows)
 
 
