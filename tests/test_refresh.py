@@ -1,5 +1,9 @@
 """`make refresh`: a re-run without a change is an empty diff; no measured value outlives the code that made it."""
 
+import os
+import subprocess
+import sys
+
 import nbformat
 import pytest
 import refresh as tool
@@ -121,3 +125,46 @@ def test_a_changed_file_that_the_notebook_uses_renews_its_measured_values(tmp_pa
     (tmp_path / "helper.py").write_text("x = 2\n")
     tool.refresh(path)
     assert measured(path) != old
+
+
+# Spends a second of CPU in a process that nobody waits for, in a session of its own; then ends, or stays for a while.
+DETACHED = """
+import os, sys, time
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        while time.process_time() < 1: pass
+        open(sys.argv[1], "w").close()
+        time.sleep(60 * (sys.argv[2] == "stays"))
+    os._exit(0)
+os.wait()
+"""
+# Adopts orphans as a refresh does, runs what is above, and counts what others spent: by a stranger's account and ours.
+ACCOUNTS = """
+import pathlib, subprocess, sys, time
+import psutil, refresh
+refresh.adopt_orphans()
+roots, detached, folder = (psutil.Process(int(sys.argv[1])), psutil.Process()), sys.argv[2], sys.argv[3]
+before = [refresh.spent_by_others(root) for root in roots]
+done = {what: pathlib.Path(folder, what) for what in ("ends", "stays")}
+for what, file in done.items():
+    subprocess.run([sys.executable, "-c", detached, file, what], check=True)
+while not all(file.exists() for file in done.values()):
+    time.sleep(0.05)
+theirs, own = (refresh.spent_by_others(root) - was for root, was in zip(roots, before))
+print(theirs - own)
+for orphan in psutil.Process().children():
+    orphan.kill()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere an orphan belongs to init")
+def test_detached_processes_of_a_notebook_are_not_others(tmp_path):
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as stranger:
+        asked = subprocess.run(
+            [sys.executable, "-c", ACCOUNTS, str(stranger.pid), DETACHED, str(tmp_path)],
+            capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        )  # fmt: skip
+        stranger.communicate(b"\n")
+    assert asked.returncode == 0, asked.stderr
+    assert float(asked.stdout) > 1.9, "what they spent is another's to a stranger, and ours to us"

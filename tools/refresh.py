@@ -10,8 +10,11 @@ Without names, the notebooks that git sees as changed, and those with a cell tha
 """
 
 import argparse
+import contextlib
 import copy
+import ctypes
 import subprocess
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,17 +34,15 @@ _OTHERS, _DRIFT = 0.15, 1.15
 
 @dataclass(frozen=True)
 class Moment:
-    """The clock, CPU seconds spent by all processes and by ours and their ended children, and a product's FLOP/s."""
+    """The clock, CPU seconds that others have spent, and a product's FLOP/s."""
 
     time: float
-    everyone: float
-    ours: float
+    others: float
     product: float = 0.0
 
     def others_since(self, earlier: "Moment") -> float:
         """Cores that other processes kept busy, on average, since an earlier moment."""
-        spent = (self.everyone - earlier.everyone) - (self.ours - earlier.ours)
-        return max(0.0, spent) / (self.time - earlier.time)
+        return max(0.0, self.others - earlier.others) / (self.time - earlier.time)
 
 
 def moment(product: bool = False) -> Moment:
@@ -49,10 +50,28 @@ def moment(product: bool = False) -> Moment:
     if product:
         machine.peak_flops.cache_clear()
     rate = machine.peak_flops() if product else 0.0
-    everyone, ours = psutil.cpu_times(), psutil.Process().cpu_times()
-    idle = everyone.idle + getattr(everyone, "iowait", 0.0)
-    family = ours.user + ours.system + getattr(ours, "children_user", 0.0) + getattr(ours, "children_system", 0.0)
-    return Moment(time.perf_counter(), sum(everyone[:8]) - idle, family, rate)
+    return Moment(time.perf_counter(), spent_by_others(psutil.Process()), rate)
+
+
+def spent_by_others(root: psutil.Process) -> float:
+    """CPU seconds so far of all processes but `root` and its descendants, and what the machine itself lost.
+
+    Others are added up, not what is left of everything without ours: a notebook's workers may end without being
+    waited for, and Ray's are never waited for, so that nobody's account shows what they have spent.
+    """
+    ours, machines = {root, *root.children(recursive=True)}, psutil.cpu_times()
+    spent = sum(getattr(machines, name, 0.0) for name in ("irq", "softirq", "steal"))
+    for process in psutil.process_iter():
+        if process not in ours:
+            with contextlib.suppress(psutil.Error):
+                spent += sum(process.cpu_times()[:4])  # its own, and its ended children's, in user and system mode
+    return spent
+
+
+def adopt_orphans() -> None:
+    """Keep processes whose parent ends among our descendants, where the system can (Linux), not among init's."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
 
 
 def wait_until_quiet(patience: float) -> bool:
@@ -120,6 +139,7 @@ def main() -> None:
     paths = find() if given.all else find(given.names) if given.names else changed()
     if not paths:
         print("No notebook has changed. Name one, or give --all.")
+    adopt_orphans()
     failed: list[Path] = []
     with tqdm(paths, unit="notebook", disable=False) as bar:
         for path in bar:
