@@ -139,7 +139,7 @@ if os.fork() == 0:
     os._exit(0)
 os.wait()
 """
-# Adopts orphans as a refresh does, runs what is above, and counts what others spent: by a stranger's account and ours.
+# Adopts orphans as a refresh does, runs what is above, and counts what others spent, for a stranger and for us.
 ACCOUNTS = """
 import pathlib, subprocess, sys, time
 import psutil, refresh
