@@ -62,6 +62,9 @@ def test_traffic_is_what_the_operations_read_and_write(meter):
     assert meter.traffic(lambda: (a @ b).t()) == {"products": 4 * (32 + 16 + 8), "the rest": 0}
     # a storage that is read twice by one operation is charged twice; an empty tensor and a view are free
     assert meter.traffic(lambda: torch.empty(5) is None or (x.view(10, 100), x + x))["the rest"] == 12000
+    # what an optimizer changes in a list, in place, is written too: read two, write one
+    weights, gradients = [torch.zeros(10), torch.zeros(5)], [torch.ones(10), torch.ones(5)]
+    assert meter.traffic(lambda: torch._foreach_add_(weights, gradients)) == {"products": 0, "the rest": 3 * 60}
 
 
 def test_traffic_and_meter_say_the_same_of_fake_and_of_real_tensors(meter):

@@ -85,7 +85,8 @@ class _Traffic(TorchDispatchMode):
         name = operation._schema.name.removeprefix("aten::").lstrip("_")
         moves = operation.namespace == "aten" and not operation.is_view
         if moves and not name.startswith(("empty", "new_empty", "unsafe_view")):
-            touched = (t for t in tree_leaves((args, kwargs, out)) if isinstance(t, torch.Tensor))
+            written = args[0] if out is None else out  # optimizers change lists in place and return nothing
+            touched = (t for t in tree_leaves((args, kwargs, written)) if isinstance(t, torch.Tensor))
             self.bytes["products" if name.startswith(_PRODUCTS) else "the rest"] += sum(t.nbytes for t in touched)
         return out
 
