@@ -4,6 +4,7 @@
 ## make refresh      run changed notebooks again, or those named in ARGS="...", and store their outputs
 ## make doubt        plant small faults in lessons and count what catches them: a claim, the comparison, or nothing
 ## make exercises    generate the exercises from the solutions
+## make site         build the course as web pages in build/site; ARGS=--check looks at every page in Chromium
 ## make bench        climb the ladders on this machine and store what they measured
 ## make checkpoints  train the small shipped checkpoints again
 ## make hosted       write the notebooks for Colab and Kaggle, and links to hosted places: make hosted REPO=owner/name
@@ -15,7 +16,7 @@
 
 PYTHON ?= python3
 COURSE := @$(PYTHON) tools/course.py
-COMMANDS := help lab test check refresh doubt exercises bench checkpoints hosted lint clean
+COMMANDS := help lab test check refresh doubt exercises site bench checkpoints hosted lint clean
 .PHONY: $(COMMANDS)
 
 help:
@@ -24,6 +25,8 @@ lab test:
 	$(COURSE) $@ $(ARGS)
 check refresh doubt exercises:
 	$(COURSE) run tools/$@.py $(ARGS)
+site:
+	$(COURSE) run tools/website.py $(ARGS)
 bench:
 	$(COURSE) run -m benchmarks.ladder $(ARGS)
 checkpoints:

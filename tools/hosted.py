@@ -39,7 +39,8 @@ def repository() -> str:
 
 def peak_bytes(path: Path) -> float | None:
     """The most memory that a notebook and its child processes took when it was recorded, if it was noted."""
-    return json.loads(path.read_text(encoding="utf-8"))["metadata"].get(RECORDED, {}).get("peak_bytes")
+    metadata = json.loads(path.read_text(encoding="utf-8"))["metadata"] if path.exists() else {}
+    return metadata.get(RECORDED, {}).get("peak_bytes")
 
 
 def links(path: Path, repo: str) -> dict[str, str]:
