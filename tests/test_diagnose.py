@@ -18,7 +18,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from speedlab import count
 from speedlab.diagnose import (
     RULES,
-    Device,
     DiagnoseError,
     Job,
     advise,
@@ -31,8 +30,7 @@ from speedlab.diagnose import (
 from speedlab.diagnose.__main__ import main, size
 from speedlab.diagnose.climb import RUNGS, apart, blocks, climb, trains
 
-# Round figures of a two-core server, so that what the rules say is the same everywhere.
-DEVICE = Device("two cores", 5e-6, 20e9, {"fp32": 0.3e12, "bf16": 1.2e12}, link=1e9)
+DEVICE = patients.DEVICE
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -437,4 +435,4 @@ def test_a_contradiction_is_told_instead_of_a_diagnosis():
 
 def test_the_text_says_what_it_cannot_see():
     said = diagnose(linear(), DEVICE).text()
-    assert "What this cannot see" in said and "On two cores this step waits most for" in said
+    assert "What this cannot see" in said and "On a small accelerator this step waits most for" in said

@@ -176,6 +176,8 @@ def _half(c: Counts, d: Device) -> float:
 _fusion = _time_of(lambda o, d: not o.flops)
 _softmax = _time_of(lambda o, d: "softmax" in o.name and "log" not in o.name and d.bound(o) != LAUNCHES)
 _launches = _time_of(lambda o, d: d.bound(o) == LAUNCHES)
+# a kernel that wants the channels innermost converts what it reads and writes, which no counter sees
+_layouts = _time_of(lambda o, d: "convolution" in o.name and d.bound(o) == MEMORY)
 _filled = _time_of(lambda o, d: d.bound(o) != LAUNCHES)
 
 
@@ -215,6 +217,7 @@ RULES = (
     Rule("bf16 autocast", "9.1", "fewer digits; check that it still trains",
          _share(_half, "fp32 products, faster at half the width"), _half),
     Rule("scaled_dot_product_attention", "9.4", "none", _share(_softmax, "softmax written to memory"), _softmax),
+    Rule("channels last", "9.8", "none", _share(_layouts, "convolutions that wait for memory"), _layouts),
     Rule("torch.compile", "9.4", "compilation when it starts, and at new shapes",
          _share(_fusion, "operations between the products"), _fusion),
     Rule("a larger batch", "9.5", "fewer updates per epoch; tune the learning rate again",
