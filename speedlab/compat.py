@@ -105,6 +105,11 @@ class _ProductsInFp32(TorchDispatchMode):
         super().__init__()
         self.slow = slow
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        # else torch.compile does nothing inside this context
+        return True
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         halves = [a.dtype for a in tree_leaves((args, kwargs)) if self._is_slow(a)]
         if not halves or not self._PRODUCTS.search(func._schema.name):

@@ -2,6 +2,7 @@
 
 import copy
 import random
+from dataclasses import replace
 
 import numpy as np
 import patients
@@ -17,7 +18,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from speedlab import count
 from speedlab.diagnose import (
     RULES,
-    Device,
     DiagnoseError,
     Job,
     advise,
@@ -29,10 +29,8 @@ from speedlab.diagnose import (
 )
 from speedlab.diagnose.__main__ import main, size
 from speedlab.diagnose.climb import RUNGS, apart, blocks, climb, trains
-from speedlab.diagnose.report import text
 
-# Round figures of a two-core server, so that what the rules say is the same everywhere.
-DEVICE = Device("two cores", 5e-6, 20e9, {"fp32": 0.3e12, "bf16": 1.2e12}, link=1e9)
+DEVICE = patients.DEVICE
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -77,6 +75,42 @@ def test_counts_of_a_linear_layer_are_its_formulas():
     assert found.by("phase")["optimizer"] == (1, 0, 3 * 4 * 65)
     assert (found.parameters, found.gradients, found.optimizer) == (4 * 65, 4 * 65, 0)
     assert (found.syncs, found.left_behind, found.padded, found.repeated) == ({}, 0, 0.0, {})
+
+
+def stepped(make_optimizer) -> int:
+    """Bytes of an optimizer's operations, of a linear layer with 65 parameters."""
+    job = linear(make_model=lambda: nn.Linear(12, 5), make_batch=lambda n: torch.randn(n, 12))
+    return counts(replace(job, make_optimizer=make_optimizer), breaks=False).by("phase")["optimizer"][2]
+
+
+@pytest.mark.parametrize(
+    ("make_optimizer", "passes", "more"),
+    [
+        # p += -lr g reads both and writes one
+        (lambda m: torch.optim.SGD(m.parameters(), foreach=False), 3, 0),
+        (lambda m: torch.optim.SGD(m.parameters(), foreach=True), 3, 0),
+        # v *= 0.9 (2), v += g (3), p -= lr v (3)
+        (lambda m: torch.optim.SGD(m.parameters(), momentum=0.9, foreach=False), 8, 0),
+        (lambda m: torch.optim.SGD(m.parameters(), momentum=0.9, foreach=True), 8, 0),
+        (lambda m: torch.optim.SGD(m.parameters(), momentum=0.9, fused=True), 5, 0),
+        # reads p, g and two moments, writes p and both; two step counters are raised, and read by the fused kernel
+        (lambda m: torch.optim.AdamW(m.parameters(), fused=True), 7, 2 * 3 * 4),
+    ],
+)
+def test_what_optimizers_write_in_place_is_traffic(make_optimizer, passes, more):
+    assert stepped(make_optimizer) == passes * 4 * 65 + more
+
+
+def test_what_is_only_overwritten_is_not_read():
+    def step(model, optimizer, x):
+        model(x).sum().backward()
+        with torch.no_grad():
+            x.zero_()
+            x.copy_(torch.ones(8, 4))
+        return model(x).sum()
+
+    found = counts(linear(step=step), breaks=False).by("name")
+    assert found["zero_"][2] == 4 * 32 and found["copy_"][2] == 2 * 4 * 32
 
 
 def tokens(n: int) -> dict:
@@ -349,6 +383,8 @@ def test_a_change_that_computes_something_else_is_found():
     job = linear()
     doubled = linear(loss_fn=lambda model, x: 2 * model(x).pow(2).mean())
     assert apart(job, job) == 0 and apart(job, doubled) == pytest.approx(1)
+    faster = linear(make_optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.2))
+    assert apart(job, faster) == pytest.approx(1, abs=1e-3), "equal gradients, other updates"
     wrong = linear(make_optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1, maximize=True))
     assert trains(job) and not trains(wrong)
 
@@ -361,7 +397,7 @@ def test_blocks_are_the_longest_list_of_one_kind():
 def test_a_climb_keeps_what_is_equal_and_faster(monkeypatch):
     lines = []
     _, tried = climb(patients.optimizer_bound(), DEVICE, seconds=20, told=lines.append)
-    assert tried[0].technique == "a fused optimizer" and tried[0].off == 0
+    assert tried[0].technique == "a fused optimizer" and tried[0].off < 1e-5
     assert tried[0].operations < len(counts(patients.optimizer_bound(), breaks=False).operations)
     assert lines[0] == "trying a fused optimizer"
 
@@ -390,7 +426,7 @@ def test_sizes_are_read():
 
 
 def test_a_contradiction_is_told_instead_of_a_diagnosis():
-    from speedlab.diagnose.probes import contradiction
+    from speedlab.diagnose.rules import contradiction
 
     found = counts(patients.compute_bound(), breaks=False)
     assert contradiction(found, DEVICE, measured=100.0) == ""
@@ -398,5 +434,5 @@ def test_a_contradiction_is_told_instead_of_a_diagnosis():
 
 
 def test_the_text_says_what_it_cannot_see():
-    said = text(diagnose(linear(), DEVICE))
-    assert "What this cannot see" in said and "On two cores this step waits most for" in said
+    said = diagnose(linear(), DEVICE).text()
+    assert "What this cannot see" in said and "On a small accelerator this step waits most for" in said

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
-from speedlab.diagnose import Job
+from speedlab.diagnose import Device, Job
 
 WIDTH, CLASSES = 512, 10
 
@@ -195,6 +195,9 @@ def healthy() -> Job:
     return usual()
 
 
+# Round figures of a small accelerator, so that what the rules say is the same on every machine: seconds per launch,
+# bytes per second, FLOPs per second, bytes per second between processes.
+DEVICE = Device("a small accelerator", 5e-6, 20e9, {"fp32": 0.3e12, "bf16": 1.2e12}, link=1e9)
 # the limit that one of them breaks, in bytes
 MEMORY = 64 * 2**20
 ILLS = {

@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 from speedlab.diagnose import DiagnoseError, diagnose, load
-from speedlab.diagnose.report import text
 
 
 def size(said: str) -> int:
@@ -36,7 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("Stopped; nothing of yours was changed.", file=sys.stderr)
         return 130
-    print(text(found))
+    print(found.text())
     if given.out:
         given.out.write_text(found.json() if given.out.suffix == ".json" else found.html(), encoding="utf-8")
         print(f"Written to {given.out}")

@@ -1,6 +1,10 @@
-"""Apply one technique at a time to a copy, prove that it computes the same, time it, and keep what helps."""
+"""Apply one technique at a time to a copy, prove that it computes the same, time it, and keep what helps.
+
+Here alone a clock is read. It never decides what the diagnosis says, only which changes a climb keeps.
+"""
 
 import copy
+import functools
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -37,10 +41,10 @@ def fused(job: Job) -> Job | str:
     """The optimizer in one operation per group of parameters."""
 
     def make(model: nn.Module) -> torch.optim.Optimizer:
-        plain = job.make_optimizer(model)
-        options = {**plain.defaults, "fused": True, "foreach": False}
-        groups = [{**group, "fused": True, "foreach": False} for group in plain.param_groups]
-        return type(plain)(groups, **{k: v for k, v in options.items() if k in _parameters(type(plain))})
+        optimizer = job.make_optimizer(model)
+        for group in optimizer.param_groups:
+            group.update(fused=True, foreach=False)
+        return optimizer
 
     _, optimizer = job.built()
     if "fused" not in optimizer.defaults:
@@ -50,30 +54,35 @@ def fused(job: Job) -> Job | str:
 
 def autocast(job: Job) -> Job | str:
     """The loss under bf16 autocast."""
-    where = machine.device().type
     if not machine.is_fast("bf16"):
         return "This machine has no fast bf16."
-
-    def loss_fn(model: nn.Module, batch: object) -> torch.Tensor:
-        with torch.autocast(where, dtype=torch.bfloat16):
-            return job.loss_fn(model, batch)
-
-    def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: object) -> torch.Tensor:
-        with torch.autocast(where, dtype=torch.bfloat16):
-            return job.step(model, optimizer, batch)
-
-    return replace(job, loss_fn=loss_fn, step=step if job.step else None)
+    under = torch.autocast(machine.device().type, dtype=torch.bfloat16)
+    return replace(job, loss_fn=under(job.loss_fn), step=job.step and under(job.step))
 
 
 def compiled(job: Job) -> Job | str:
     """The model's repeated blocks compiled once, or the whole model where it has none."""
     if not compat.compiler():
         return "There is no C++ compiler for torch.compile."
+    return _on_blocks(job, lambda block: block.compile())
 
+
+def checkpointed(job: Job) -> Job | str:
+    """Each repeated block computed again in backward instead of kept."""
+    if not blocks(job.make_model()):
+        return "The model has no repeated blocks to compute again."
+
+    def change(block: nn.Module) -> None:
+        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+
+    return _on_blocks(job, change)
+
+
+def _on_blocks(job: Job, change: Callable[[nn.Module], None]) -> Job:
     def make() -> nn.Module:
         model = job.make_model()
         for block in blocks(model) or [model]:
-            block.compile()
+            change(block)
         return model
 
     return replace(job, make_model=make)
@@ -92,23 +101,6 @@ def channels_last(job: Job) -> Job | str:
         return made
 
     return replace(job, make_model=lambda: job.make_model().to(memory_format=torch.channels_last), make_batch=batch)
-
-
-def checkpointed(job: Job) -> Job | str:
-    """Each repeated block computed again in backward instead of kept."""
-    if not blocks(job.make_model()):
-        return "The model has no repeated blocks to compute again."
-
-    def make() -> nn.Module:
-        model = job.make_model()
-        for block in blocks(model):
-            forward = block.forward
-            block.forward = lambda *args, forward=forward, **options: checkpoint(
-                forward, *args, use_reentrant=False, **options
-            )
-        return model
-
-    return replace(job, make_model=make)
 
 
 def larger_batch(job: Job) -> Job | str:
@@ -172,7 +164,7 @@ def _try(
             return None, Rung(name, False, changed), None
         difference = apart(job, changed)
         if difference > tolerance:
-            return None, Rung(name, False, "its gradients are not the baseline's", difference), None
+            return None, Rung(name, False, "its gradients or updates are not the baseline's", difference), None
         if not trains(changed):
             return None, Rung(name, False, "the loss does not fall in five steps on one batch", difference), None
         after = counts(changed, breaks=False)
@@ -185,25 +177,39 @@ def _try(
     return changed, Rung(name, kept, why, difference, len(after.operations), after.saved, timing), after
 
 
-def gradients(job: Job, model: nn.Module, batch: object) -> torch.Tensor:
-    """All gradients of the loss on a batch, as one vector, without dropout."""
-    model.eval()
-    model.zero_grad()
-    job.loss(model, batch).backward()
-    return torch.cat([p.grad.flatten().float() for p in model.parameters() if p.grad is not None])
-
-
 def apart(job: Job, changed: Job) -> float:
-    """How far a changed job's gradients are from the job's, |a - b| / |a|, at equal weights on an equal batch."""
+    """How far a changed job is from the job, |a - b| / |a|, at equal weights on an equal batch, without dropout.
+
+    The worst of two: all gradients; and the weights' change in one optimizer step on equal gradients, where what a
+    thousandth of the weights rounds to is no difference.
+    """
     torch.manual_seed(0)
-    model, batch = job.make_model(), job.batch()
-    other = changed.make_model()
+    (model, optimizer), (other, its) = job.built(), changed.built()
     other.load_state_dict(model.state_dict())
-    a = gradients(job, model, batch)
-    b = gradients(changed, other, copy.deepcopy(batch))
-    if a.shape != b.shape or not b.isfinite().all():
+    batch = job.batch()
+    for which, made, given in ((job, model, batch), (changed, other, copy.deepcopy(batch))):
+        made.eval()
+        which.loss(made, given).backward()
+    a, b = ([p.grad for p in made.parameters()] for made in (model, other))
+    if [g is None for g in a] != [g is None for g in b]:
         return float("inf")
-    return ((a - b).norm() / a.norm().clamp_min(1e-30)).item()
+    off = _off(_flat(a), _flat(b), 0.0)
+    before = _flat(model.parameters())
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        q.grad = None if p.grad is None else p.grad.clone()
+    optimizer.step()
+    its.step()
+    a, b = _flat(model.parameters()) - before, _flat(other.parameters()) - before
+    return max(off, _off(a, b, 1e-3 * before.norm().item()))
+
+
+def _flat(parts: Iterable[torch.Tensor | None]) -> torch.Tensor:
+    return torch.cat([part.detach().flatten().float() for part in parts if part is not None])
+
+
+def _off(a: torch.Tensor, b: torch.Tensor, least: float) -> float:
+    off = ((a - b).norm() / a.norm().clamp_min(max(least, 1e-30))).item()
+    return off if off == off else float("inf")
 
 
 def trains(job: Job) -> bool:
@@ -247,7 +253,19 @@ def again(loader: Iterable) -> Iterator:
         yield from loader
 
 
-def _parameters(kind: type) -> set[str]:
-    import inspect
+def probe(job: Job, seconds: float = 20.0) -> Comparison:
+    """Time a step in turns with variants of it, on a fresh model: each ratio says what the missing part costs."""
+    with untouched():
+        model, optimizer = job.built()
+        batch, double = job.batch(), job.batch(2 * job.batch_size)
 
-    return set(inspect.signature(kind).parameters)
+        def without_optimizer() -> None:
+            model.zero_grad()
+            job.loss(model, batch).backward()
+
+        feed = again(job.loader) if job.loader is not None else None
+        variants = {"with your loader": lambda: job.train(model, optimizer, next(feed))} if feed else {}
+        variants["the same batch again"] = lambda: job.train(model, optimizer, batch)
+        variants["without the optimizer"] = without_optimizer
+        variants["twice the batch"] = lambda: job.train(model, optimizer, double)
+        return compare(variants, seconds=seconds, max_rounds=30)

@@ -4,6 +4,7 @@ Nothing here reads a clock, so that two runs give the same counts on any machine
 inputs and outputs, as if nothing stayed in a cache; FLOPs are those of products, convolutions and attention.
 """
 
+import contextlib
 import logging
 import os
 import sys
@@ -22,10 +23,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 from torch.utils.module_tracker import ModuleTracker
 
-from speedlab import count
+from speedlab import compat, count
 from speedlab.diagnose.jobs import DiagnoseError, Job, size_of, tensors, untouched
 
 FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"
+_OVERWRITES = frozenset(("zero_", "fill_", "copy_", "_foreach_zero_", "_foreach_copy_", "normal_", "uniform_"))
 _NOTHING_LAUNCHED = frozenset(("_unsafe_view", "empty", "empty_like", "empty_strided", "new_empty", "detach"))
 # Operations whose result the host must wait for, and methods that copy to it.
 _WAITS = frozenset(
@@ -91,44 +93,45 @@ class Counts:
 
 def counts(job: Job, *, breaks: bool = True) -> Counts:
     """Count the fifth training step of a fresh model: by then the optimizer's state exists and caches are warm."""
-    with untouched():
+    with untouched(), contextlib.ExitStack() as products:
         model, optimizer = job.built()
+        # what the hardware lacks takes minutes and counts the same
+        products.enter_context(compat.half_products(next((p.device for p in model.parameters()), "cpu")))
         batches = [job.batch() for _ in range(7)]
-        for number, batch in enumerate(batches[:4]):
-            if number == 2:  # a second shape may cost a second compilation, with sizes left open
-                graphs = _graphs()
+        graphs = []
+        for batch in batches[:4]:
+            graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
             job.train(model, optimizer, batch)
-        recompiled = _graphs() - graphs
-        watch = _Watch(model, optimizer, batches[4])
-        with watch:
-            job.train(model, optimizer, batches[4])
-        moved, left = set(watch.moved), []
-        for batch in batches[5:]:
-            later = _Watch(model, optimizer, batch)
-            with later:
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+        watches = []
+        for batch in batches[4:]:
+            with _Watch(model, optimizer, batch) as watch:
                 job.train(model, optimizer, batch)
-            moved &= later.moved.keys()
-            left.append(later.left_behind(model))
+            watches.append((watch, watch.left_behind()))
+        watch, again = watches[0][0], set.intersection(*(set(watch.moved) for watch, _ in watches))
         state = count.state_bytes(model, optimizer)
-        saved, by_module = _saved(job, model, batches[4])
+        saved = count.saved_bytes(lambda: job.loss(model, batches[4]), model)
+        by_module: Counter[str] = Counter()
+        for tensor in saved.tensors:
+            by_module[tensor.where] += tensor.bytes
         in_use = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        unused = [p for p in model.parameters() if p.requires_grad and id(p) not in in_use]
         return Counts(
             operations=tuple(watch.operations),
-            saved=saved,
-            saved_by_module=by_module,
+            saved=saved.bytes,
+            saved_by_module=dict(by_module.most_common()),
             parameters=state.parameters,
             gradients=state.gradients,
             optimizer=state.optimizer,
             peak=watch.peak,
             syncs=dict(watch.syncs),
-            left_behind=min(left),
+            # what the counted step made may be freed by the next, which puts its own in the place
+            left_behind=min(left for _, left in watches[1:]),
             padded=_padded(batches),
             repeated=dict(watch.repeated),
-            moved_again={watch.moved[key]: 1 for key in moved},
-            unused_gradients=sum(p.nbytes for p in unused),
+            moved_again={watch.moved[key]: 1 for key in again},
+            unused_gradients=sum(p.nbytes for p in model.parameters() if p.requires_grad and id(p) not in in_use),
             graph_breaks=_graph_breaks(job, batches[4]) if breaks else None,
-            recompiled=recompiled,
+            recompiled=graphs[4] - graphs[2],  # a second shape may cost a second compilation, with sizes left open
             calls_per_batch=_calls(job.loader) if job.loader is not None else None,
             batch_size=size_of(batches[4]),
         )
@@ -139,79 +142,67 @@ class _Watch(TorchDispatchMode):
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, batch: object) -> None:
         super().__init__()
-        self.optimizer, self.batch = optimizer, tensors(batch)
+        self.model, self.optimizer, self.batch = model, optimizer, batch
         self.operations: list[Operation] = []
         self.syncs: Counter[str] = Counter()
         self.repeated: Counter[str] = Counter()
         self.moved: dict[tuple[weakref.ref, int], str] = {}
         self.held: dict[weakref.ref, int] = {}
-        self.made: set[weakref.ref] = set()
         self.live = self.peak = 0
-        self.modules, self.methods = ModuleTracker(), _Methods(self)
-        self.stepping, self._seen = False, set()
-        for tensor in _kept(model, optimizer, batch):
+        self.modules, self.stepping, self._seen = ModuleTracker(), False, set()
+        for tensor in self.kept():
             self.hold(tensor)
+        self.before = set(self.held)
 
     def __enter__(self):
-        self.hooks = [
+        self.around = contextlib.ExitStack()
+        for hook in (
             self.optimizer.register_step_pre_hook(lambda *_: setattr(self, "stepping", True)),
             self.optimizer.register_step_post_hook(lambda *_: setattr(self, "stepping", False)),
             nn.modules.module.register_module_forward_pre_hook(self._called),
-        ]
-        self.modules.__enter__()
-        self.methods.__enter__()
+        ):
+            self.around.callback(hook.remove)
+        self.around.enter_context(self.modules)
+        self.around.enter_context(_Methods(self))
         return super().__enter__()
 
     def __exit__(self, *error):
         super().__exit__(*error)
-        self.methods.__exit__(*error)
-        self.modules.__exit__(*error)
-        for hook in self.hooks:
-            hook.remove()
+        self.around.close()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
         name = func._schema.name.split("::")[-1]
-        if name in _WAITS and not self.stepping:
+        if name in _WAITS:
             self.sync()
         if func.is_view or name in _NOTHING_LAUNCHED or func.namespace not in ("aten", "c10d", "_c10d_functional"):
             return out
-        collective = func.namespace != "aten"
-        # what changes lists of tensors in place, as optimizers do, returns nothing; gradients only with a loss scaler
-        pairs = zip(args, func._schema.arguments, strict=False)
-        changed = [a for a, of in pairs if of.alias_info and of.alias_info.is_write and of.name != "grads"]
-        taken, given = tensors((args, kwargs)), tensors(changed if out is None else out)
+        taken, given = _read_and_written(func, args, kwargs, out)
         for tensor in given:
-            self.hold(tensor, made=True)
+            self.hold(tensor)
         counter = flop_registry.get(func._overloadpacket)
-        flops = counter(*args, **(kwargs or {}), out_val=out) if counter else 0
-        moved = sum(_bytes(t) for t in (*taken, *given))
+        flops = int(counter(*args, **kwargs, out_val=out)) if counter else 0
         dtype = count.dtype_name((taken or given)[0].dtype) if taken or given else ""
-        self.operations.append(Operation(name, dtype, self._phase(), self._module(), int(flops), moved, collective))
+        moved = sum(_bytes(t) for t in (*taken, *given))
+        # a backward runs as a task of autograd's engine, whoever started it
+        phase = OPTIMIZER if self.stepping else BACKWARD if torch._C._current_graph_task_id() != -1 else FORWARD
+        inside = max(self.modules.parents - {"Global"}, key=lambda name: (name.count("."), name), default="")
+        where = inside.partition(".")[2]
+        self.operations.append(Operation(name, dtype, phase, where, flops, moved, func.namespace != "aten"))
         return out
 
-    def hold(self, tensor: torch.Tensor, made: bool = False) -> None:
+    def hold(self, tensor: torch.Tensor) -> None:
         """Count a tensor's storage as live until it is freed."""
         storage = tensor.untyped_storage()
         ref = weakref.ref(storage, self._freed)
         if ref not in self.held:
             self.held[ref] = storage.nbytes()
-            self.made |= {ref} if made else set()
             self.live += storage.nbytes()
             self.peak = max(self.peak, self.live)
 
     def _freed(self, ref: weakref.ref) -> None:
         self.live -= self.held.pop(ref, 0)
-        self.made.discard(ref)
-
-    def _phase(self) -> str:
-        # a backward runs as a task of autograd's engine, whoever started it
-        return OPTIMIZER if self.stepping else BACKWARD if torch._C._current_graph_task_id() != -1 else FORWARD
-
-    def _module(self) -> str:
-        """The innermost module that runs."""
-        inside = self.modules.parents - {"Global"}
-        return max(inside, key=lambda name: (name.count("."), name)).partition(".")[2] if inside else ""
 
     def _called(self, module: nn.Module, given: tuple) -> None:
         """Note a module that is called again with the very same input in one forward pass."""
@@ -222,12 +213,21 @@ class _Watch(TorchDispatchMode):
             self._seen.add(key)
 
     def sync(self) -> None:
-        self.syncs[line_of_caller()] += 1
+        """Note a wait of the host; an optimizer on a CPU reads its own counters, on a GPU it does not."""
+        if not self.stepping:
+            self.syncs[line_of_caller()] += 1
 
-    def left_behind(self, model: nn.Module) -> int:
+    def kept(self) -> list[torch.Tensor]:
+        """What lives from step to step, and the batch."""
+        parameters = list(self.model.parameters())
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        state = tensors((list(self.optimizer.state.values()), self.batch))
+        return [*parameters, *self.model.buffers(), *gradients, *state]
+
+    def left_behind(self) -> int:
         """Bytes of what this step made and what still lives, apart from state and batch."""
-        own = {weakref.ref(t.untyped_storage()) for t in _kept(model, self.optimizer, self.batch)}
-        return sum(self.held[ref] for ref in self.made - own)
+        own = {weakref.ref(t.untyped_storage()) for t in self.kept()}
+        return sum(self.held[ref] for ref in self.held.keys() - self.before - own)
 
 
 class _Methods(TorchFunctionMode):
@@ -239,14 +239,28 @@ class _Methods(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         name = getattr(func, "__name__", "")
-        if not self.watch.stepping and args and isinstance(args[0], torch.Tensor):
-            if name in _COPIES:
-                self.watch.sync()
+        if name in _COPIES and isinstance(args[0], torch.Tensor):
+            self.watch.sync()
         out = func(*args, **(kwargs or {}))
         if name in ("to", "cuda") and out.data_ptr() != args[0].data_ptr() and not args[0].requires_grad:
-            if not any(args[0] is t for t in self.watch.batch):
+            if not any(args[0] is t for t in tensors(self.watch.batch)):
                 self.watch.moved[weakref.ref(args[0].untyped_storage()), args[0]._version] = line_of_caller()
         return out
+
+
+def _read_and_written(func, args: tuple, kwargs: dict, out: object) -> tuple[list, list]:
+    """The tensors that an operation reads and those that it writes, from its schema.
+
+    What changes its arguments in place (`add_`, optimizers on lists) writes them; what only overwrites them (`zero_`,
+    `copy_`, `out=`) does not read them. Fused optimizers declare gradients as written: only a loss scaler does that.
+    """
+    read, written, name = [], [], func._schema.name.split("::")[-1]
+    for number, of in enumerate(func._schema.arguments):
+        given = tensors(args[number] if number < len(args) else kwargs.get(of.name))
+        writes = of.alias_info is not None and of.alias_info.is_write and of.name != "grads"
+        written += given if writes else []
+        read += [] if writes and (of.is_out or name in _OVERWRITES) else given
+    return read, written + [t for t in tensors(out) if not any(t is w for w in written)]
 
 
 def line_of_caller() -> str:
@@ -261,29 +275,9 @@ def line_of_caller() -> str:
     return "inside torch"
 
 
-def _kept(model: nn.Module, optimizer: torch.optim.Optimizer, batch: object) -> list[torch.Tensor]:
-    """What lives from step to step, and the batch."""
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    return [
-        *model.parameters(),
-        *model.buffers(),
-        *gradients,
-        *tensors(list(optimizer.state.values())),
-        *tensors(batch),
-    ]
-
-
 def _bytes(tensor: torch.Tensor) -> int:
     """Bytes of a tensor's elements; of one that is expanded, those that exist."""
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
-
-
-def _saved(job: Job, model: nn.Module, batch: object) -> tuple[int, dict[str, int]]:
-    saved = count.saved_bytes(lambda: job.loss(model, batch), model)
-    found: Counter[str] = Counter()
-    for tensor in saved.tensors:
-        found[tensor.where] += tensor.bytes
-    return saved.bytes, dict(found.most_common())
 
 
 def _padded(batches: list) -> float:
@@ -300,10 +294,6 @@ def _padded(batches: list) -> float:
             mask = ~(same & (same.sum(1, keepdim=True) > 1))
         hidden, total = hidden + int((mask == 0).sum()), total + mask.numel()
     return hidden / total if total else 0.0
-
-
-def _graphs() -> int:
-    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
 def _graph_breaks(job: Job, batch: object) -> dict[str, int] | None:

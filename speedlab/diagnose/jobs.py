@@ -19,6 +19,20 @@ class DiagnoseError(Exception):
     """What was given cannot be diagnosed; the sentence says why and what to do."""
 
 
+@contextlib.contextmanager
+def _one_sentence(what: str, hint: str = "") -> Iterator[None]:
+    """Whatever the user's code raises becomes one sentence; a script that wants arguments ends by SystemExit."""
+    try:
+        yield
+    except DiagnoseError:
+        raise
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        raise DiagnoseError(f"{what} needs more memory than there is. Give a smaller batch_size.") from error
+    except (Exception, SystemExit) as error:
+        said = (str(error).strip() or "no message").splitlines()[0]
+        raise DiagnoseError(f"{what} raised {type(error).__name__}: {said}. {hint}".strip()) from error
+
+
 @dataclass(frozen=True)
 class Job:
     """One training step.
@@ -39,30 +53,25 @@ class Job:
 
     def built(self) -> tuple[nn.Module, torch.optim.Optimizer]:
         """A fresh model in training mode, and its optimizer."""
-        try:
+        with _one_sentence("make_model()", "Call it by itself until it works."):
             model = self.make_model()
-        except Exception as error:
-            raise DiagnoseError(f"make_model() raised {_said(error)} Call it by itself until it works.") from error
         if not isinstance(model, nn.Module):
             raise DiagnoseError(f"make_model() returned a {type(model).__name__}; it must return an nn.Module.")
         if isinstance(model, DistributedDataParallel):
-            raise DiagnoseError(
-                "The model is wrapped in DistributedDataParallel. Diagnose the model inside (.module)."
-            )
+            raise DiagnoseError("The model is wrapped in DistributedDataParallel. Diagnose what is inside (.module).")
         if any(p.is_cuda for p in model.parameters()) and not torch.cuda.is_available():
             raise DiagnoseError("The model is on a GPU, which this process cannot use. Build it on the CPU.")
-        return model.train(), self.make_optimizer(model)
+        with _one_sentence("make_optimizer(model)"):
+            return model.train(), self.make_optimizer(model)
 
     def batch(self, size: int | None = None) -> object:
         """A batch of `size` samples, by default `batch_size`."""
-        try:
+        with _one_sentence(f"make_batch({size or self.batch_size})"):
             return self.make_batch(size or self.batch_size)
-        except Exception as error:
-            raise DiagnoseError(f"make_batch({size or self.batch_size}) raised {_said(error)}") from error
 
     def train(self, model: nn.Module, optimizer: torch.optim.Optimizer, batch: object) -> torch.Tensor:
-        """Do one step; what goes wrong in it becomes one sentence."""
-        try:
+        """Do one step."""
+        with _one_sentence("One training step", "Does the model take this batch?"):
             if self.step:
                 return self.step(model, optimizer, batch)
             optimizer.zero_grad()
@@ -70,18 +79,13 @@ class Job:
             loss.backward()
             optimizer.step()
             return loss
-        except (torch.OutOfMemoryError, MemoryError) as error:
-            raise DiagnoseError("One step needs more memory than there is. Give a smaller batch_size.") from error
-        except (DiagnoseError, KeyboardInterrupt):
-            raise
-        except Exception as error:
-            raise DiagnoseError(f"One training step raised {_said(error)} Does the model take this batch?") from error
 
     def loss(self, model: nn.Module, batch: object) -> torch.Tensor:
         """The loss of a batch, looked at: a single number that has a gradient."""
         loss = self.loss_fn(model, batch)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            raise DiagnoseError(f"loss_fn must return a tensor of one number, not {_kind(loss)}.")
+            shape = f" of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else ""
+            raise DiagnoseError(f"loss_fn must return a tensor of one number, not {type(loss).__name__}{shape}.")
         if not loss.requires_grad:
             raise DiagnoseError("The loss has no gradient: something detached it, or every parameter is frozen.")
         return loss
@@ -89,15 +93,23 @@ class Job:
 
 def from_lightning(module, loader: Iterable, batch_size: int | None = None) -> Job:
     """The job of a LightningModule and its training loader. Batches are the loader's first one, cut or repeated."""
-    first = _first(loader)
-    return Job(
-        make_model=lambda: copy.deepcopy(module),
-        make_batch=lambda size: resized(first, size),
-        loss_fn=lambda model, batch: _loss_of(model.training_step(batch, 0)),
-        make_optimizer=lambda model: _optimizer_of(model.configure_optimizers()),
-        batch_size=batch_size or size_of(first),
-        loader=loader,
-    )
+    with untouched():  # a loader draws a seed for its workers
+        first = next(iter(loader), None)
+    if first is None:
+        raise DiagnoseError("The loader gives no batch.")
+
+    def loss_fn(model: nn.Module, batch: object) -> torch.Tensor:
+        said = model.training_step(batch, 0)
+        return said["loss"] if isinstance(said, dict) else said
+
+    def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+        said = model.configure_optimizers()
+        while isinstance(said, tuple | list):  # optimizers, or a pair of optimizers and schedules
+            said = said[0]
+        return said["optimizer"] if isinstance(said, dict) else said
+
+    size = batch_size or size_of(first)
+    return Job(lambda: copy.deepcopy(module), lambda n: resized(first, n), loss_fn, make_optimizer, size, loader)
 
 
 def from_transformers(model, arguments, batch: dict, loader: Iterable | None = None) -> Job:
@@ -126,14 +138,13 @@ def load(place: str) -> Job:
     module = importlib.util.module_from_spec(spec)
     sys.path.insert(0, str(path.parent.resolve()))
     try:
-        spec.loader.exec_module(module)
-        job = getattr(module, function)()
-    except Exception as error:
-        raise DiagnoseError(f"{place} raised {_said(error)}") from error
+        with _one_sentence(place):
+            spec.loader.exec_module(module)
+            job = getattr(module, function)()
     finally:
         sys.path.pop(0)
     if not isinstance(job, Job):
-        raise DiagnoseError(f"{place} returned {_kind(job)}; it must return a Job.")
+        raise DiagnoseError(f"{place} returned a {type(job).__name__}; it must return a Job.")
     return job
 
 
@@ -142,11 +153,8 @@ def tensors(batch: object) -> list[torch.Tensor]:
     if isinstance(batch, torch.Tensor):
         return [batch]
     parts = batch.values() if hasattr(batch, "values") else batch
-    return (
-        [t for part in parts for t in tensors(part)]
-        if isinstance(parts, Iterable) and not isinstance(parts, str)
-        else []
-    )
+    inside = isinstance(parts, Iterable) and not isinstance(parts, str)
+    return [t for part in parts for t in tensors(part)] if inside else []
 
 
 def size_of(batch: object) -> int:
@@ -160,12 +168,11 @@ def size_of(batch: object) -> int:
 def resized(batch: object, size: int) -> object:
     """The batch with `size` samples: its own, again and again."""
     old = size_of(batch)
-    rows = torch.arange(size) % old
 
     def cut(part: object) -> object:
         if isinstance(part, torch.Tensor):
-            return part[rows.to(part.device)] if part.dim() and len(part) == old else part
-        if isinstance(part, dict) or hasattr(part, "items"):
+            return part[torch.arange(size) % old] if part.dim() and len(part) == old else part
+        if hasattr(part, "items"):
             return {key: cut(value) for key, value in part.items()}
         return type(part)(cut(value) for value in part) if isinstance(part, tuple | list) else part
 
@@ -175,41 +182,10 @@ def resized(batch: object, size: int) -> object:
 @contextlib.contextmanager
 def untouched() -> Iterator[None]:
     """Inside, the random states of Python, NumPy and torch may change; afterwards they are as before."""
-    python, numpy, grad = random.getstate(), np.random.get_state(), torch.is_grad_enabled()
-    devices = list(range(torch.cuda.device_count()))
-    with torch.random.fork_rng(devices=devices):
-        torch.set_grad_enabled(True)
+    python, numpy = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())), torch.enable_grad():
         try:
             yield
         finally:
             random.setstate(python)
             np.random.set_state(numpy)
-            torch.set_grad_enabled(grad)
-
-
-def _first(loader: Iterable) -> object:
-    with untouched():  # a loader draws a seed for its workers
-        for batch in loader:
-            return batch
-    raise DiagnoseError("The loader gives no batch.")
-
-
-def _loss_of(said: object) -> torch.Tensor:
-    return said["loss"] if isinstance(said, dict) else said
-
-
-def _optimizer_of(said: object) -> torch.optim.Optimizer:
-    """configure_optimizers may return an optimizer, a list, a pair of lists or a dictionary."""
-    while isinstance(said, tuple | list):
-        said = said[0]
-    return said["optimizer"] if isinstance(said, dict) else said
-
-
-def _kind(value: object) -> str:
-    shape = f" of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else ""
-    return f"{type(value).__name__}{shape}"
-
-
-def _said(error: Exception) -> str:
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0] if text else 'no message'}."

@@ -7,15 +7,14 @@ import json
 from dataclasses import dataclass
 
 from speedlab import plots
-from speedlab.diagnose.climb import Rung, climb
+from speedlab.diagnose.climb import Rung, climb, probe
 from speedlab.diagnose.counting import Counts, counts
 from speedlab.diagnose.jobs import Job
-from speedlab.diagnose.probes import contradiction, probe
-from speedlab.diagnose.rules import Advice, Device, Estimate, advise, estimate
+from speedlab.diagnose.rules import Advice, Device, Estimate, advise, contradiction, estimate
 from speedlab.display import Table, bytes_text, table
 from speedlab.measure import Comparison
 
-_NOT_SEEN = (
+NOT_SEEN = (
     "what kernels really cost: bytes are counted as if each operation ran alone, without caches",
     "the network between machines, and waiting for slower processes",
     "decoding in C, which the count of Python calls leaves out: look at the row with your loader",
@@ -80,12 +79,26 @@ class Diagnosis:
         first = f"First: {self.helps[0]}." if self.helps else "Nothing in the table would help it by a tenth."
         return f"On {self.device.name} this step waits most for {self.estimate.regime}. {first}"
 
+    def tables(self) -> dict[str, Table]:
+        """All tables of the report by their titles."""
+        return {
+            "What helps, in order": self.advised(),
+            "What one step consists of": self.counted(),
+            **({"What the clock says": self.probes.table()} if self.probes else {}),
+            **({"What was tried": self.climbed()} if self.rungs else {}),
+        }
+
+    def text(self) -> str:
+        """The report for a terminal."""
+        unseen = "\n".join(f"- {line}" for line in NOT_SEEN)
+        return "\n\n".join([self.sentence(), *map(repr, self.tables().values()), f"What this cannot see:\n{unseen}"])
+
     def json(self) -> str:
         """Everything, as JSON; operations are summed by name."""
         plain = dataclasses.asdict(dataclasses.replace(self, probes=None, rungs=()))
-        plain["counts"]["operations"] = {name: list(row) for name, row in self.counts.by("name").items()}
+        plain["counts"]["operations"] = self.counts.by("name")
         plain["rungs"] = [{"technique": r.technique, "kept": r.kept, "why": r.why, "off": r.off} for r in self.rungs]
-        plain["probes"] = {n: t.median for n, t in self.probes.timings.items()} if self.probes else None
+        plain["probes"] = self.probes and {name: timing.median for name, timing in self.probes.timings.items()}
         return json.dumps(plain, indent=1)
 
     def html(self) -> str:
@@ -95,21 +108,13 @@ class Diagnosis:
         plots.bars(ax, parts, title="Where the estimate puts the time", label="ms per step")
         picture = base64.b64encode(plots.png(shown)).decode()
         alt = "; ".join(f"{name} {value:.3g} ms" for name, value in parts.items())
-        blocks = [f"<h1>Diagnosis of a training step</h1><p>{html.escape(self.sentence())}</p>"]
-        blocks.append(f'<img alt="{html.escape(alt)}" src="data:image/png;base64,{picture}">')
-        tables = [("What helps, in order", self.advised()), ("What one step consists of", self.counted())]
-        if self.probes is not None:
-            tables.append(("What the clock says", self.probes.table()))
-        if self.rungs:
-            tables.append(("What was tried", self.climbed()))
-        for title, shown_table in tables:
-            blocks.append(f"<h2>{title}</h2>{shown_table._repr_html_()}")
-        unseen = "".join(f"<li>{html.escape(text)}</li>" for text in _NOT_SEEN)
-        blocks.append(f"<h2>What this cannot see</h2><ul>{unseen}</ul>")
-        style = "body{font:16px sans-serif;max-width:60em;margin:2em auto}td,th{padding:.2em .6em;text-align:left}"
-        body = "\n".join(blocks)
-        head = f'<!doctype html><html lang="en"><meta charset="utf-8"><title>Diagnosis</title><style>{style}</style>'
-        return f"{head}{body}</html>"
+        tables = "".join(f"<h2>{title}</h2>{shown._repr_html_()}" for title, shown in self.tables().items())
+        unseen = "".join(f"<li>{html.escape(line)}</li>" for line in NOT_SEEN)
+        return f"""<!doctype html><html lang="en"><meta charset="utf-8"><title>Diagnosis</title>
+<style>body{{font:16px sans-serif;max-width:60em;margin:2em auto}}td,th{{padding:.2em .6em;text-align:left}}</style>
+<h1>Diagnosis of a training step</h1><p>{html.escape(self.sentence())}</p>
+<img alt="{html.escape(alt)}" src="data:image/png;base64,{picture}">
+{tables}<h2>What this cannot see</h2><ul>{unseen}</ul></html>"""
 
 
 def diagnose(
@@ -142,12 +147,3 @@ def _bound(advice: Advice) -> str:
     if high < 1.005:
         return "a fault" if advice.helps else "nothing"
     return f"{low:.2f}x to {high:.2f}x" if high - low > 0.005 else f"{high:.2f}x"
-
-
-def text(diagnosis: Diagnosis) -> str:
-    """The report for a terminal."""
-    tables = [diagnosis.advised(), diagnosis.counted()]
-    tables += [diagnosis.probes.table()] if diagnosis.probes is not None else []
-    tables += [diagnosis.climbed()] if diagnosis.rungs else []
-    unseen = "\n".join(f"- {line}" for line in _NOT_SEEN)
-    return "\n\n".join([diagnosis.sentence(), *map(repr, tables), f"What this cannot see:\n{unseen}"])
