@@ -54,7 +54,7 @@ def test_badges_and_edit_links_need_an_address(monkeypatch):
     monkeypatch.setattr(repository, "REPOSITORY", "owner/name")
     row = website.with_badges("# T\n\ntext", "code-units/a/1.ipynb")
     assert row.startswith("# T\n\n<p") and row.endswith("text")
-    assert "https://colab.research.google.com/github/owner/name/blob/main/code-units/a/1.ipynb" in row
+    assert "https://colab.research.google.com/github/owner/name/blob/hosted/code-units/a/1.ipynb" in row
     assert "https://github.com/owner/name/edit/main/README.md" in website.with_badges("# T\n", "README.md")
 
 
