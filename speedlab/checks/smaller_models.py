@@ -109,7 +109,7 @@ _WRONG_STEPS = {
     "You train on the first samples: choose those with the largest losses.": "first",
     "Divide by the samples that you keep, not by those of the batch.": "divided",
     "That is the sum of the losses; take their mean.": "sum",
-    "Score in eval mode: in train mode BatchNorm uses the batch's own statistics.": "train",
+    "Run the selection pass in eval mode: else BatchNorm uses the batch's own statistics.": "train",
 }
 
 
@@ -137,23 +137,22 @@ def _selective(model, optimizer, x, labels, keep, fault="") -> None:
 @check("Task 2, selective backprop")
 def selective_step(answer: Callable[..., object]) -> None:
     for samples, keep in _KEEPS:
-        got, wanted, plain = (
-            _Steps(*run, samples) for run in ((answer, keep), (_selective, keep), (_selective, 1.0))
-        )
+        runs = (answer, keep), (_selective, keep), (_selective, 1.0)
+        got, wanted, plain = (_Steps(*run, samples) for run in runs)
         for number in (1, 2):  # the second begins in the mode in which the first has left the model
             with where(f"With {samples} samples, keep={keep:g}, step {number}"):
                 before = copy.deepcopy(got.model)
                 _examine_cost(got.step(), wanted.step(), plain.step(), keep, distance(got.model, before) > 0)
                 moved, due = (int(run.model[1].num_batches_tracked) for run in (got, wanted))
-                scoring = "Score in eval mode: no_grad does not stop BatchNorm from taking in the batch."
+                selecting = (
+                    "Run the selection pass in eval mode: no_grad does not stop BatchNorm from taking in the batch."
+                )
                 trained = "Put the model back into train mode before it trains on the samples that you keep."
                 counts = f"BatchNorm has counted {moved} batches in {number} steps, not {due}."
-                expect(moved == due, f"{counts} {scoring if moved > due else trained}")
+                expect(moved == due, f"{counts} {selecting if moved > due else trained}")
                 if not _same(got.model, wanted.model):
-                    runs = {hint: functools.partial(_selective, fault=f) for hint, f in _WRONG_STEPS.items()}
-                    found = {
-                        hint: functools.partial(_after, _Steps(r, keep, samples), number) for hint, r in runs.items()
-                    }
+                    wrong = {hint: functools.partial(_selective, fault=fault) for hint, fault in _WRONG_STEPS.items()}
+                    found = {hint: _Steps(step, keep, samples).after(number) for hint, step in wrong.items()}
                     other = "Which samples do you train on, and with which loss? One optimizer.step() follows."
                     fail(f"the model is not what it should be. {diagnose(got.model, found, other, _same)}")
                 expect(all(module.training for module in got.model.modules()), "leave the model in train mode.")
@@ -174,26 +173,23 @@ class _Steps:
         work, kept = functools.partial(self.run, self.model, self.optimizer, *self.batches.pop(), self.keep), []
         return count.flops(lambda: kept.append(count.saved_bytes(work, self.model).bytes)), kept[0]
 
-
-def _after(run: _Steps, steps: int) -> nn.Module:
-    for _ in range(steps):
-        run.step()
-    return run.model
+    def after(self, steps: int) -> nn.Module:
+        return [self.step() for _ in range(steps)] and self.model
 
 
 def _examine_cost(got: tuple, wanted: tuple, plain: tuple, keep: float, moved: bool) -> None:
     expect(moved, "the model has not changed. Train the one that you are given: backward, then optimizer.step().")
     hints = {
-        "With keep=1 there is nothing to choose: make a plain step, without scoring.": keep == 1,
-        "A mask or an index on the losses saves nothing: run the model again, on the samples that you keep.": plain[
-            0
-        ],
+        "With keep=1 there is nothing to choose: make a plain step, without a selection pass.": keep == 1,
+        "A mask or an index on the losses saves nothing: run the model again, on what you keep.": plain[0],
         "The second pass has all samples: pass it only those that you keep.": got[0] > 1.2 * plain[0],
     }
-    rule = diagnose(got[0], hints, "Score all samples once; then train on int(keep * len(images)), rounded down.")
+    rule = diagnose(
+        got[0], hints, "One selection pass over all samples; then train on int(keep * len(images)), rounded down."
+    )
     costs = [f"{flops / plain[0]:.3f}" for flops in (got[0], wanted[0])]
     expect(got[0] == wanted[0], "it costs {} times the FLOPs of a plain step, not {}. ".format(*costs) + rule)
-    much = f"it keeps {got[1]} bytes for backward, and {wanted[1]} would do: score under no_grad."
+    much = f"it keeps {got[1]} bytes for backward, and {wanted[1]} would do: run the selection pass under no_grad."
     expect(got[1] <= 1.3 * wanted[1], much)
 
 
@@ -317,15 +313,11 @@ def _linears(network: nn.Module) -> list[nn.Linear]:
 def _examine_layers(got: nn.Module, model: nn.Sequential, keep: int) -> None:
     layers, old = _linears(got), _linears(model)
     expect(len(layers) == 2, f"the network has {len(layers)} linear layers, not 2.")
-    found, whole_shapes = ([tuple(layer.weight.shape) for layer in found] for found in (layers, old))
+    found, whole = ([tuple(layer.weight.shape) for layer in found] for found in (layers, old))
     wanted = [(keep, old[0].in_features), (old[1].out_features, keep)]
-    zeros, both = (
-        "Zeros cost as much as other numbers: make smaller matrices.",
-        "A neuron is a row, then a column: cut both.",
-    )
-    expect(
-        found == wanted, f"the weights have shapes {found}, not {wanted}. {zeros if found == whole_shapes else both}"
-    )
+    zeros, both = "Zeros cost as much: make smaller matrices.", "A neuron is a row, then a column: cut both."
+    why = zeros if found == whole else both
+    expect(found == wanted, f"the weights have shapes {found}, not {wanted}. {why}")
     features = [(layer.out_features, layer.in_features) for layer in layers]
     expect(features == wanted, "in_features and out_features still tell the old widths: make new nn.Linear layers.")
     alike = [(new.bias is None) == (was.bias is None) for new, was in zip(layers, old, strict=True)]
@@ -345,9 +337,7 @@ def _why_cut(got: nn.Module, model: nn.Module, stay: list[int]) -> str:
         "These have the smallest norms; keep the largest.": -was.weight.norm(dim=1),
         "These are the first ones: choose by the norm.": -torch.arange(float(len(was.weight))),
         "That is by the outgoing weights; take a neuron's incoming ones.": then.weight.norm(dim=0),
-        "That is by the sum of absolute weights; the norm is the root of the sum of squares.": was.weight.abs().sum(
-            1
-        ),
+        "That is by the sum of absolute weights; a norm squares them first.": was.weight.abs().sum(1),
         "That is by the sum of weights, in which signs cancel.": was.weight.sum(1),
     }
     found = {hint: set(rows) == set(by.topk(len(stay)).indices.tolist()) for hint, by in criteria.items()}
