@@ -20,14 +20,6 @@ FENCE = re.compile(r"(?ms)^```.*?^```\s*$")
 LESSONS = [name for name in NOTEBOOKS if name.startswith("code-units/")]
 # A cell's lines, a notebook's lines of code and its words, at most.
 CELL, CODE, WORDS = 15, 250, 3000
-# Pages written before these limits, with the limits they keep until they are rewritten.
-LONGER = {
-    **{f"{folder}/exercise-{n}": (20, 350, 3000) for folder in ("exercises", "solutions") for n in (5, 8)},
-}
-
-
-def limits(name: str) -> tuple[int, int, int]:
-    return next((found for start, found in LONGER.items() if name.startswith(start)), (CELL, CODE, WORDS))
 
 
 def source(cell: dict) -> str:
@@ -86,7 +78,7 @@ def test_figures_that_cells_make_have_alt_text(name):
 def test_cells_were_run_in_order_and_are_short(name):
     cells = code_cells(NOTEBOOKS[name])
     assert [c["execution_count"] for c in cells] == list(range(1, len(cells) + 1)), f"{name}: run it top to bottom"
-    long = {i: n for i, c in enumerate(cells, 1) if (n := len(source(c).strip().splitlines())) > limits(name)[0]}
+    long = {i: n for i, c in enumerate(cells, 1) if (n := len(source(c).strip().splitlines())) > CELL}
     assert not long, f"{name}: code cells with too many lines {long}"
     assert not any(o["output_type"] == "error" for c in cells for o in c["outputs"]), f"{name}: a stored error"
 
@@ -103,8 +95,8 @@ def test_a_lesson_has_its_anatomy(name):
         assert part in prose, f"{name}: it lacks '{part}'"
     words = len(re.sub(r"<[^>]+>", " ", prose).split())
     lines = sum(len([x for x in source(c).splitlines() if x.strip()]) for c in code_cells(NOTEBOOKS[name]))
-    assert 800 <= words <= limits(name)[2], f"{name}: {words} words"
-    assert 30 <= lines <= limits(name)[1], f"{name}: {lines} lines of code"
+    assert 800 <= words <= WORDS, f"{name}: {words} words"
+    assert 30 <= lines <= CODE, f"{name}: {lines} lines of code"
 
 
 @pytest.mark.parametrize("name", NOTEBOOKS)

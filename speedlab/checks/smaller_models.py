@@ -1,0 +1,529 @@
+"""The checks of exercise 9: branched cooldowns, selective backprop, int8 weights, cut neurons, distillation, LoRA."""
+
+import copy
+import functools
+import itertools
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from speedlab import count
+from speedlab.checks.core import apart, ask, check, close, diagnose, distance, expect, fail, sequence, where, whole
+
+_same = functools.partial(close, relative=1e-4, absolute=1e-7)
+
+
+# --- Task 1 ---------------------------------------------------------------------------------------------------------
+
+_MOST_STEPS = 400
+_LENGTHS = (([12, 30, 20], 5), ([25, 8], 8), ([9], 4), ([3, 16, 5], 6), ([7, 4], 0))
+
+
+class Training:
+    """A small model, its optimizer, and a `train_step` that counts its calls in `steps`."""
+
+    def __init__(self, cooldown: int, adam: bool = True):
+        torch.manual_seed(0)
+        self.cooldown, self.steps = cooldown, 0
+        self.model = nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 3))
+        # the rates of the steps that made this model: a buffer travels with every kind of copy
+        self.model.register_buffer("history", torch.full((_MOST_STEPS, 2), -1.0))
+        kind = torch.optim.AdamW if adam else functools.partial(torch.optim.SGD, momentum=0.9)
+        self.optimizer = kind(self.model.parameters(), lr=0.0)
+
+    def rate(self, step: int, length: int) -> float:
+        """Four steps of warm-up, then constant, then linear towards zero in the last `cooldown` steps."""
+        return 0.05 * min(1.0, (step + 1) / 4, (length - step) / (self.cooldown + 1))
+
+    def train_step(self, model: nn.Module, optimizer: torch.optim.Optimizer, step: int, length: int) -> None:
+        """Make step number `step`, from 0, of a run of `length` steps: its own batch, its own rate."""
+        step, length = whole(step, "The number of a step"), whole(length, "The length of a run", 1)
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        others = "train_step gets an optimizer that holds the parameters of another model. Copy the two together."
+        expect(held == {id(p) for p in model.parameters()}, others)
+        expect(0 <= step < length, f"a run of {length} steps has no step {step}: they count from 0.")
+        self.steps += 1
+        expect(self.steps <= _MOST_STEPS, f"you have run {_MOST_STEPS} steps, far more than are due.")
+        generator = torch.Generator().manual_seed(step)
+        x, labels = torch.randn(8, 6, generator=generator), torch.randint(3, (8,), generator=generator)
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), labels).backward()
+        for group in optimizer.param_groups:
+            group["lr"] = self.rate(step, length)
+        optimizer.step()
+        taken = int((model.history[:, 0] >= 0).sum())
+        model.history[taken] = torch.tensor([step, self.rate(step, length)])
+
+
+@check("Task 1, cooldowns off a trunk")
+def train_lengths(answer: Callable[..., Mapping[int, nn.Module]]) -> None:
+    for case, (lengths, cooldown) in enumerate(_LENGTHS):
+        with where(f"With lengths {lengths} and a cooldown of {cooldown}"):
+            run, alone = (Training(cooldown, adam=case % 2 == 0) for _ in range(2))
+            got = answer(run.model, run.optimizer, run.train_step, list(lengths), cooldown)
+            expect(isinstance(got, Mapping), f"return a dictionary {{length: model}}, not {type(got).__name__}.")
+            models = [got.get(length) for length in sorted(lengths)]
+            expect(all(isinstance(m, nn.Module) for m in models), f"return a model for each of {sorted(lengths)}.")
+            one = "two lengths have one and the same model: copy it before you go on."
+            expect(len(set(map(id, models))) == len(lengths), one)
+            for length, model in zip(sorted(lengths), models, strict=True):
+                wanted = copy.deepcopy((alone.model, alone.optimizer))
+                for step in range(length):
+                    alone.train_step(*wanted, step, length)
+                if distance(list(model.parameters()), list(wanted[0].parameters())):
+                    fail(f"the model of {length} steps differs from one trained alone. {_why(model, wanted[0])}")
+            due = max(max(0, length - cooldown) for length in lengths) + sum(min(cooldown, n) for n in lengths)
+            how = "Run the trunk once, up to the last branch, and from each branch its cooldown only."
+            expect(run.steps <= due, f"you run {run.steps} steps; {due} are enough. {how}")
+
+
+def _why(model: nn.Module, wanted: nn.Module) -> str:
+    """What the steps that made a model say about it."""
+    rows = getattr(model, "history", wanted.history[:0]), wanted.history
+    took, due = ([tuple(row) for row in found.tolist() if row[0] >= 0] for found in rows)
+    steps = [int(step) for step, _ in took]
+    missing = [step for step in range(len(due)) if step not in steps]
+    wrong = [int(step) for (step, a), (_, b) in zip(took, due, strict=False) if a != b]
+    hints = {
+        "It has not been trained at all.": not took,
+        f"It was made without step {missing[:1]}.": bool(missing),
+        f"It was made by {len(took)} steps, so it goes on from a model that was further already. Take the lengths "
+        "from the shortest on, and copy before a cooldown.": len(took) > len(due),
+        "Its steps come in another order.": steps != sorted(steps),
+        f"Step {wrong[:1]} had the rate of a run of another length. Where does its cooldown begin, and does it go on "
+        "from a run that has cooled down?": bool(wrong),
+    }
+    state = "a new one has lost its state, and one that loads a state_dict shares its tensors with the old one."
+    return diagnose(None, hints, f"Its steps and rates are right, so it is the optimizer: {state} Copy the pair.")
+
+
+# --- Task 2 ---------------------------------------------------------------------------------------------------------
+
+_KEEPS = ((32, 0.25), (32, 0.5), (32, 0.75), (14, 0.25), (32, 1.0))  # samples, and the share to keep
+_WRONG_STEPS = {
+    "An old gradient is in it: zero_grad comes before backward.": "zero",
+    "You train on the smallest losses; keep the largest.": "easy",
+    "You train on the first samples: choose those with the largest losses.": "first",
+    "Divide by the samples that you keep, not by those of the batch.": "divided",
+    "That is the sum of the losses; take their mean.": "sum",
+    "Run the selection pass in eval mode: else BatchNorm uses the batch's own statistics.": "train",
+}
+
+
+def network() -> nn.Sequential:
+    """A classifier of ten features into four labels, with BatchNorm; the same every time."""
+    torch.manual_seed(0)
+    hidden = nn.Linear(10, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU()
+    return nn.Sequential(*hidden, nn.Linear(32, 4))
+
+
+def _selective(model, optimizer, x, labels, keep, fault="") -> None:
+    """The step as it should be, or with one of the faults that leave its FLOPs as they are."""
+    kept = int(keep * len(x))
+    if keep < 1:
+        with torch.no_grad():
+            scores = F.cross_entropy(copy.deepcopy(model).train(fault == "train")(x), labels, reduction="none")
+        chosen = slice(kept) if fault == "first" else scores.topk(kept, largest=fault != "easy").indices
+        x, labels = x[chosen], labels[chosen]
+    if fault != "zero":
+        optimizer.zero_grad()
+    (F.cross_entropy(model(x), labels) * {"divided": keep, "sum": kept}.get(fault, 1)).backward()
+    optimizer.step()
+
+
+@check("Task 2, selective backprop")
+def selective_step(answer: Callable[..., object]) -> None:
+    for samples, keep in _KEEPS:
+        runs = (answer, keep), (_selective, keep), (_selective, 1.0)
+        got, wanted, plain = (_Steps(*run, samples) for run in runs)
+        for number in (1, 2):  # the second begins in the mode in which the first has left the model
+            with where(f"With {samples} samples, keep={keep:g}, step {number}"):
+                before = copy.deepcopy(got.model)
+                _examine_cost(got.step(), wanted.step(), plain.step(), keep, distance(got.model, before) > 0)
+                moved, due = (int(run.model[1].num_batches_tracked) for run in (got, wanted))
+                selecting = (
+                    "Run the selection pass in eval mode: no_grad does not stop BatchNorm from taking in the batch."
+                )
+                trained = "Put the model back into train mode before it trains on the samples that you keep."
+                counts = f"BatchNorm has counted {moved} batches in {number} steps, not {due}."
+                expect(moved == due, f"{counts} {selecting if moved > due else trained}")
+                if not _same(got.model, wanted.model):
+                    wrong = {hint: functools.partial(_selective, fault=fault) for hint, fault in _WRONG_STEPS.items()}
+                    found = {hint: _Steps(step, keep, samples).after(number) for hint, step in wrong.items()}
+                    other = "Which samples do you train on, and with which loss? One optimizer.step() follows."
+                    fail(f"the model is not what it should be. {diagnose(got.model, found, other, _same)}")
+                expect(all(module.training for module in got.model.modules()), "leave the model in train mode.")
+
+
+class _Steps:
+    """A run of steps on a model and data of its own, the same for every run."""
+
+    def __init__(self, run: Callable, keep: float, samples: int):
+        self.run, self.keep, self.model = run, keep, network()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        for parameter in self.model.parameters():
+            parameter.grad = torch.ones_like(parameter)  # what an earlier step may leave behind
+        self.batches = [(torch.randn(samples, 10) * 2 + 1, torch.randint(4, (samples,))) for _ in range(2)]
+
+    def step(self) -> tuple[int, int]:
+        """Make the next step; return its FLOPs, and the bytes that it keeps for backward."""
+        work, kept = functools.partial(self.run, self.model, self.optimizer, *self.batches.pop(), self.keep), []
+        return count.flops(lambda: kept.append(count.saved_bytes(work, self.model).bytes)), kept[0]
+
+    def after(self, steps: int) -> nn.Module:
+        return [self.step() for _ in range(steps)] and self.model
+
+
+def _examine_cost(got: tuple, wanted: tuple, plain: tuple, keep: float, moved: bool) -> None:
+    expect(moved, "the model has not changed. Train the one that you are given: backward, then optimizer.step().")
+    hints = {
+        "With keep=1 there is nothing to choose: make a plain step, without a selection pass.": keep == 1,
+        "A mask or an index on the losses saves nothing: run the model again, on what you keep.": plain[0],
+        "The second pass has all samples: pass it only those that you keep.": got[0] > 1.2 * plain[0],
+    }
+    rule = diagnose(
+        got[0], hints, "One selection pass over all samples; then train on int(keep * len(images)), rounded down."
+    )
+    costs = [f"{flops / plain[0]:.3f}" for flops in (got[0], wanted[0])]
+    expect(got[0] == wanted[0], "it costs {} times the FLOPs of a plain step, not {}. ".format(*costs) + rule)
+    much = f"it keeps {got[1]} bytes for backward, and {wanted[1]} would do: run the selection pass under no_grad."
+    expect(got[1] <= 1.3 * wanted[1], much)
+
+
+# --- Task 3 ---------------------------------------------------------------------------------------------------------
+
+
+def weights() -> Iterator[tuple[str, torch.Tensor]]:
+    """Weights (out, in) with their stories."""
+    generator = torch.Generator().manual_seed(0)
+    usual = torch.randn(12, 20, generator=generator)
+    yield "For usual weights", usual
+    yield "For rows of very different size", usual * torch.logspace(-2, 2, 12)[:, None]
+    outlier = usual.clone()
+    outlier[3, 7] = -200.0
+    yield "For an outlier in row 3", outlier
+    yield "For rows whose largest weight is negative", -usual.abs() * torch.rand(12, 20, generator=generator)
+    yield "For a constant tensor", torch.full((5, 9), 0.3)
+    yield "For one row", usual[:1] / 40
+    yield "For one column", usual[:, :1].clone()
+    empty = usual.clone()
+    empty[[2, 11]] = 0.0
+    yield "For weights with two rows of zeros", empty
+    yield "For zeros only", torch.zeros(4, 6)
+
+
+@check("Task 3, int8 per channel")
+def quantize(answer: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]) -> None:
+    for story, weight in weights():
+        with where(story):
+            numbers, scales = _numbers_and_scales(ask(answer, weight), *weight.shape)
+            weight = weight.double()
+            errors, bounds = (weight - numbers * scales).abs().amax(1), weight.abs().amax(1) / 127 / 2
+            row = int((errors - bounds).argmax())
+            error, bound = apart(float(errors[row]), float(bounds[row]))
+            said = f"row {row} comes back with an error of {error}; {bound} is allowed. "
+            right = errors[row] <= bounds[row] * 1.001 + 1e-12
+            expect(right, lambda: said + _why_error(numbers, scales, weight))  # noqa: B023
+    for bad in (math.nan, math.inf, -math.inf):
+        with where(f"With a weight of {bad}"):
+            try:
+                answer(torch.tensor([[1.0, 2.0], [bad, 3.0], [4.0, 5.0]]))
+            except ValueError as error:
+                expect(str(error), "your ValueError says nothing: give it a sentence.")
+            except Exception as error:
+                fail(f"raise a ValueError with a sentence, not {type(error).__name__}.")
+            else:
+                fail("raise a ValueError that says so: one such weight would spoil its row without a word.")
+
+
+def _numbers_and_scales(value: object, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both in fp64, the scales as a column."""
+    parts = sequence(value, "What you return, numbers and scales,", length=2)
+    try:
+        numbers, scales = (torch.as_tensor(part).detach() for part in parts)
+    except (TypeError, ValueError, RuntimeError):
+        fail("return two tensors: the numbers, and the scales.")
+    kind, shape = str(numbers.dtype).removeprefix("torch."), tuple(numbers.shape)
+    expect(kind == "int8", f"the numbers are {kind}: convert them to torch.int8, a byte each.")
+    expect(shape == (rows, columns), f"the numbers have shape {shape}, not {(rows, columns)}.")
+    hints = {"One scale for the whole tensor is not enough: one outlier would coarsen every row.": 1}
+    hints["A channel is a row: take the largest along dimension 1."] = columns
+    found = scales.numel()
+    expect(found == rows, lambda: f"there are {found} scales for {rows} rows. {diagnose(found, hints)}")
+    expect(scales.nbytes <= 4 * rows, f"the scales take {scales.nbytes} bytes; in fp32 they take {4 * rows}.")
+    ready = scales.isfinite().all() and (scales > 0).all()
+    expect(ready, "a scale is not above 0, or not finite. In a row of zeros any scale will do, such as 1.")
+    return numbers.double(), scales.double().reshape(-1, 1)
+
+
+def _why_error(numbers: torch.Tensor, scales: torch.Tensor, weight: torch.Tensor) -> str:
+    due, signed, exact = weight.abs().amax(1, True) / 127, weight.amax(1, True).abs() / 127, weight / scales
+    shares = {  # of the weights or rows, those that show the fault; most of them must
+        "All rows have one scale: give each its own, or one outlier coarsens every row.": scales == scales[0],
+        "You return 1 / scale: a weight is its number times its scale.": (scales * due - 1).abs() < 1e-3,
+        "Take the largest absolute value: it may be that of a negative weight.": (scales - signed).abs() < 1e-6,
+        "Beyond 127 an int8 wraps around: 128 becomes -128.": ((numbers * weight < 0) & (exact.abs() > 127)).any(),
+        "The conversion to int8 cuts off the fraction: round first.": numbers == exact.trunc(),
+        "torch.floor is not rounding: use torch.round.": numbers == exact.floor(),
+        "The scale is too large: the largest weight of a row should become 127.": scales > 1.01 * due,
+        "The scale is too small: the largest weight of a row goes beyond 127.": scales < 0.999 * due,
+    }
+    hints = {hint: len(weight) > 1 and float(shown.double().mean()) > 0.9 for hint, shown in shares.items()}
+    return diagnose(None, hints, "Divide a row by its scale, its largest absolute weight / 127, and round.")
+
+
+# --- Task 4 ---------------------------------------------------------------------------------------------------------
+
+_MLPS = (  # inputs, hidden neurons, outputs, neurons to keep, activation, biases
+    (8, 12, 6, 5, nn.GELU, (True, True)),
+    (6, 10, 7, 4, nn.Sigmoid, (True, True)),  # sigmoid(0) is not 0
+    (9, 9, 9, 9, nn.ReLU, (True, True)),
+    (5, 16, 5, 1, nn.Tanh, (False, True)),
+    (7, 11, 3, 6, nn.ReLU, (True, False)),
+)
+
+
+@check("Task 4, neurons cut out")
+def cut_neurons(answer: Callable[[nn.Sequential, int], nn.Sequential]) -> None:
+    for wide, hidden, out, keep, activation, biases in _MLPS:
+        first, second = nn.Linear(wide, hidden, bias=biases[0]), nn.Linear(hidden, out, bias=biases[1])
+        nn.init.uniform_(second.weight, -2, 2)
+        model, x = nn.Sequential(first, activation(), second), torch.randn(9, wide)
+        before = copy.deepcopy(model)
+        with where(f"With {hidden} neurons, {activation.__name__} and keep={keep}"):
+            got = answer(model, keep)
+            expect(isinstance(got, nn.Module), f"return the smaller network, not {type(got).__name__}.")
+            expect(distance(model, before) == 0, "you change the network that you are given: make a new one.")
+            _examine_layers(got, model, keep)
+            flops, wanted = count.flops(lambda: got(x)), 2 * len(x) * keep * (wide + out)  # noqa: B023
+            expect(flops == wanted, f"a forward pass takes {flops} FLOPs, not {wanted}: run both layers once.")
+            stay = first.weight.norm(dim=1).topk(keep).indices
+            masked = second(model[1](first(x)) * torch.zeros(hidden).index_fill(0, stay, 1.0))
+            differs = "it differs from the network with the other neurons zeroed. "
+            expect(_same(got(x), masked), lambda: differs + _why_cut(got, model, stay.tolist()))  # noqa: B023
+
+
+def _linears(network: nn.Module) -> list[nn.Linear]:
+    return [module for module in network.modules() if isinstance(module, nn.Linear)]
+
+
+def _examine_layers(got: nn.Module, model: nn.Sequential, keep: int) -> None:
+    layers, old = _linears(got), _linears(model)
+    expect(len(layers) == 2, f"the network has {len(layers)} linear layers, not 2.")
+    found, whole = ([tuple(layer.weight.shape) for layer in found] for found in (layers, old))
+    wanted = [(keep, old[0].in_features), (old[1].out_features, keep)]
+    zeros, both = "Zeros cost as much: make smaller matrices.", "A neuron is a row, then a column: cut both."
+    why = zeros if found == whole else both
+    expect(found == wanted, f"the weights have shapes {found}, not {wanted}. {why}")
+    features = [(layer.out_features, layer.in_features) for layer in layers]
+    expect(features == wanted, "in_features and out_features still tell the old widths: make new nn.Linear layers.")
+    alike = [(new.bias is None) == (was.bias is None) for new, was in zip(layers, old, strict=True)]
+    expect(all(alike), "a layer with a bias keeps one, and a layer without gets none.")
+    memory = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    shared = any(p.untyped_storage().data_ptr() in memory for p in got.parameters())
+    expect(not shared, "the new network shares memory with the old one: copy what stays.")
+    size, due = count.state_bytes(got).total, sum(p.nbytes for layer in layers for p in layer.parameters())
+    expect(size == due, f"it holds {size} bytes; {due} are enough. A view or a mask keeps the rest.")
+    expect(all(p.requires_grad for p in got.parameters()), "its parameters must require gradients, to train.")
+
+
+def _why_cut(got: nn.Module, model: nn.Module, stay: list[int]) -> str:
+    (first, second), (was, then) = _linears(got), _linears(model)
+    rows, columns = _places(first.weight, was.weight), _places(second.weight.T, then.weight.T)
+    criteria = {
+        "These have the smallest norms; keep the largest.": -was.weight.norm(dim=1),
+        "These are the first ones: choose by the norm.": -torch.arange(float(len(was.weight))),
+        "That is by the outgoing weights; take a neuron's incoming ones.": then.weight.norm(dim=0),
+        "That is by the sum of absolute weights; a norm squares them first.": was.weight.abs().sum(1),
+        "That is by the sum of weights, in which signs cancel.": was.weight.sum(1),
+    }
+    found = {hint: set(rows) == set(by.topk(len(stay)).indices.tolist()) for hint, by in criteria.items()}
+    if set(rows) != set(stay):
+        return f"You keep the neurons {rows}, not {stay}. {diagnose(None, found)}"
+    if rows != columns:
+        return f"The rows are of the neurons {rows}, and the columns of {columns}: take the same, in one order."
+    if first.bias is not None and not torch.equal(first.bias, was.bias[rows]):
+        return "The first layer's bias is not that of its neurons: cut it like the rows."
+    same = then.bias is None or torch.equal(second.bias, then.bias)
+    return "Is the activation the same?" if same else "The second layer keeps its bias as it is."
+
+
+def _places(parts: torch.Tensor, old: torch.Tensor) -> list[int]:
+    """Which rows of the old matrix the new ones are; -1: none."""
+    return [next((i for i, row in enumerate(old) if torch.equal(part, row)), -1) for part in parts]
+
+
+# --- Task 5 ---------------------------------------------------------------------------------------------------------
+
+_SETTINGS = ((1.0, 1.0), (3.0, 1.0), (2.0, 0.3), (3.0, 0.0))  # temperature, alpha
+_FAULTS = {
+    "Multiply the soft loss by temperature squared, or its gradient fades as the temperature rises.": "square",
+    'The default reduction also divides by the number of labels: reduction="batchmean".': "mean",
+    "The soft loss is a sum over the batch, not a mean.": "sum",
+    "kl_div expects log-probabilities of the student: log_softmax, not softmax.": "probabilities",
+    "kl_div takes the student first, then the teacher.": "swapped",
+    "alpha weighs the soft loss, 1 - alpha the hard one.": "alpha",
+    "The temperature does not divide the teacher's logits; it divides both.": "teacher",
+    "The temperature does not divide the student's logits; it divides both.": "student",
+    "The hard loss is missing.": "soft only",
+}
+
+
+def _distilled(student, teacher, images, labels, temperature, alpha, faults=()) -> torch.Tensor:
+    """The loss as it should be, or with some of the faults."""
+    with torch.no_grad():
+        target = (teacher.eval()(images) / (1 if "teacher" in faults else temperature)).log_softmax(-1)
+    logits = student(images)
+    guess = logits / (1 if "student" in faults else temperature)
+    guess = guess.softmax(-1) if "probabilities" in faults else guess.log_softmax(-1)
+    reduction = next((name for name in ("mean", "sum") if name in faults), "batchmean")
+    pair = (target, guess) if "swapped" in faults else (guess, target)
+    soft = F.kl_div(*pair, log_target=True, reduction=reduction) * (1 if "square" in faults else temperature**2)
+    alpha = 1 - alpha if "alpha" in faults else alpha
+    return alpha * soft + (1 - alpha) * F.cross_entropy(logits, labels) * ("soft only" not in faults)
+
+
+@check("Task 5, a distillation loss mended")
+def distillation_loss(answer: Callable[..., torch.Tensor]) -> None:
+    for setting in _SETTINGS:
+        with where("With temperature={:g}, alpha={:g}".format(*setting)):
+            got, wanted = _Distilled(answer, setting), _Distilled(_distilled, setting)
+            lost = "no gradient arrives at the student: does the loss depend on its logits, with their graph?"
+            expect(got.gradient.any(), lost)
+            both = "Backward goes through the teacher, too: run it under no_grad." if got.both else "Run each once."
+            expect(got.flops <= wanted.flops, f"the step takes {got.flops} FLOPs; {wanted.flops} are enough. {both}")
+            late = "detach comes too late, when the teacher's activations are kept: run it under no_grad."
+            expect(got.kept <= wanted.kept + 6000, f"{got.kept} bytes are kept; {wanted.kept} would do. {late}")
+            moved = distance(got.teacher, wanted.teacher) > 0
+            expect(not moved, "the teacher's BatchNorm has taken in the batch: call teacher.eval(), as it may train.")
+            expect(got.student.training, "the student must stay in train mode.")
+            ratio = f"its norm is {got.gradient.norm() / wanted.gradient.norm():.3g} times that of the right one. "
+            right = _same(got.gradient, wanted.gradient)
+            expect(right, lambda: f"the gradient is wrong; {ratio}{_why_gradient(got.gradient, setting)}")  # noqa: B023
+
+
+def _why_gradient(gradient: torch.Tensor, setting: tuple[float, float]) -> str:
+    sets = itertools.chain.from_iterable(itertools.combinations(_FAULTS, number) for number in (1, 2, 3))
+    found = {" ".join(hints): functools.partial(_faulty, setting, hints) for hints in sets}
+    return diagnose(gradient, found, "Compare with the formula, term by term.", _same)
+
+
+def _faulty(setting: tuple[float, float], hints: Collection[str]) -> torch.Tensor:
+    return _Distilled(
+        functools.partial(_distilled, faults=[_FAULTS[hint] for hint in hints]), setting, False
+    ).gradient
+
+
+class _Distilled:
+    """What a loss gives and costs, on a student, a teacher and a batch that are the same every time."""
+
+    def __init__(self, loss: Callable, setting: tuple[float, float], counted: bool = True):
+        self.loss, self.setting, self.student, self.kept = loss, setting, network(), 0
+        wide = nn.Linear(10, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Dropout(0.3), nn.Linear(64, 4)
+        self.teacher, self.batch = nn.Sequential(*wide), (torch.randn(24, 10), torch.randint(4, (24,)))
+        nn.init.normal_(self.teacher[-1].weight)
+        self.flops = count.flops(self.step) if counted else self.step(False)
+        self.both = any(p.grad is not None for p in self.teacher.parameters())
+        found = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.student.parameters()]
+        self.gradient = torch.cat([gradient.flatten() for gradient in found])
+
+    def step(self, counted: bool = True) -> None:
+        made, models = [], nn.ModuleList([self.student, self.teacher])
+        forward = lambda: made.append(self.loss(self.student, self.teacher, *self.batch, *self.setting))  # noqa: E731
+        self.kept = count.saved_bytes(forward, models).bytes if counted else forward()
+        (value,) = made
+        lone = isinstance(value, torch.Tensor) and value.numel() == 1
+        expect(lone, f"return the loss, a tensor of one number, not {type(value).__name__}.")
+        early = any(p.grad is not None for p in models.parameters())
+        expect(not early, "leave backward to the caller: return the loss.")
+        expect(value.requires_grad, "the loss has no graph: backward would do nothing.")
+        value.backward()
+
+
+# --- Task 6 ---------------------------------------------------------------------------------------------------------
+
+_LAYERS = ((96, 64, 3, 8.0, True), (48, 48, 3, 2.0, True), (64, 96, 1, 3.0, False))  # in, out, rank, alpha, bias
+
+
+@check("Task 6, a LoRA linear")
+def lora(adapter: Callable, adapted: Callable, merged: Callable) -> None:
+    for wide, out, rank, alpha, bias in _LAYERS:
+        base, x = nn.Linear(wide, out, bias=bias), torch.randn(4, 16, wide, requires_grad=True)
+        before = copy.deepcopy(base)
+        with where(f"With {wide} inputs, {out} outputs, rank {rank} and alpha={alpha:g}"):
+            down, up = sequence(adapter(base, rank), "What adapter returns, down and up,", length=2)
+            _examine_parts(down, up, (rank, wide), (out, rank))
+            expect(distance(base, before) == 0, "adapter changes the weights of the base.")
+            got = _output(adapted, x, base, down, up, alpha)
+            start = "before the first step the output differs from the base's: one of the two must begin as zeros."
+            expect(_same(got, base(x)), start)
+            got.square().sum().backward()
+            moving = any(p.grad is not None and p.grad.any() for p in (down, up))
+            expect(moving, "no gradient arrives: with both at zero, or with no_grad, the adapter never learns.")
+            state, due = _state([*base.parameters(), down, up]), 8 * rank * (wide + out) + 8  # 8: two counters
+            expect(state == due, f"AdamW keeps {state} bytes for what trains, not {due}. Freeze the base, all of it.")
+            with torch.no_grad():
+                down.normal_(), up.normal_()
+            _examine_trained(adapted, merged, x, base, down, up, alpha)
+            expect(distance(base, before) == 0, "the weights of the base have changed: make a new layer in merged.")
+
+
+def _examine_parts(down: object, up: object, *wanted: tuple[int, int]) -> None:
+    tensors = all(isinstance(p, torch.Tensor) and p.is_leaf and p.requires_grad for p in (down, up))
+    expect(tensors, "adapter must return two trainable tensors, each an nn.Parameter.")
+    shapes = tuple(down.shape), tuple(up.shape)
+    swapped = " You return up first." * (shapes == wanted[::-1])
+    expect(shapes == wanted, f"down and up have shapes {shapes}, not {wanted}.{swapped}")
+    expect(down.isfinite().all() and up.isfinite().all(), "down or up holds a nan or an infinity: initialise it.")
+
+
+def _output(adapted: Callable, x: torch.Tensor, base: nn.Linear, *rest: object) -> torch.Tensor:
+    got, shape = adapted(x, base, *rest), (*x.shape[:-1], base.out_features)
+    expect(isinstance(got, torch.Tensor), f"adapted must return the output, a tensor, not {type(got).__name__}.")
+    expect(got.shape == shape, f"adapted gives an output of shape {tuple(got.shape)}, not {shape}.")
+    expect(got.requires_grad, "what adapted returns has no graph, so the adapter cannot learn.")
+    return got
+
+
+def _state(parameters: list[nn.Parameter]) -> int:
+    """Bytes that AdamW keeps for those of the parameters that train."""
+    optimizer = torch.optim.AdamW([p for p in parameters if p.requires_grad])
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    return count.state_bytes(nn.ParameterList(parameters), optimizer).optimizer
+
+
+def _examine_trained(adapted: Callable, merged: Callable, x, base, down, up, alpha) -> None:
+    rank, change = len(down), (up @ down).detach()
+    scales = {
+        "Scale the change by alpha / rank: here it has no scale.": 1,
+        "Divide alpha by the rank.": alpha,
+        "Divide alpha by the rank; the square root of it is another method, rsLoRA.": alpha / rank**0.5,
+        "The scale is upside down.": rank / alpha,
+        "The scale is there twice.": (alpha / rank) ** 2,
+        "The change is missing.": 0,
+        "The change is there twice.": 2 * alpha / rank,
+        "The change is subtracted.": -alpha / rank,
+    }
+    faults = {hint: F.linear(x, base.weight + scale * change, base.bias) for hint, scale in scales.items()}
+    if change.shape == change.T.shape:
+        hidden = "up @ down is transposed, which only the shape of a square layer hides."
+        faults[hidden] = F.linear(x, base.weight + alpha / rank * change.T, base.bias)
+    wanted, made = F.linear(x, base.weight + alpha / rank * change, base.bias), []
+    other = "It is base(x) + alpha / rank * (x @ down.T @ up.T)."
+    flops = count.flops(lambda: made.append(_output(adapted, x, base, down, up, alpha)) or made[0].sum().backward())
+    why = "with a trained adapter, what {} gives is wrong. {}"
+    expect(_same(made[0], wanted), lambda: why.format("adapted", diagnose(made[0], faults, other, _same)))
+    due = 2 * x.shape[:-1].numel() * (2 * base.weight.numel() + 3 * rank * sum(base.weight.shape))
+    large = "Do not form up @ down, which is as large as the base: apply down to x, then up to that."
+    expect(flops <= due, f"forward and backward take {flops} FLOPs; {due} are enough. {large}")
+    layer = merged(base, down, up, alpha)
+    expect(isinstance(layer, nn.Linear), f"merged must return an nn.Linear, not {type(layer).__name__}.")
+    same = layer.weight.shape == base.weight.shape and (layer.bias is None) == (base.bias is None)
+    expect(same, "what merged returns differs from the base in shape, or in having a bias.")
+    got = layer(x)
+    expect(_same(got, wanted), lambda: why.format("merged", diagnose(got, faults, other, _same)))
