@@ -5,6 +5,7 @@
 ## make doubt        plant small faults in lessons and count what catches them: a claim, the comparison, or nothing
 ## make exercises    generate the exercises from the solutions
 ## make site         build the course as web pages in build/site; ARGS=--check looks at every page in Chromium
+## make present      rehearse a lesson, open a live copy and slides of it: make present UNIT=9.1.1
 ## make bench        climb the ladders on this machine and store what they measured
 ## make checkpoints  train the small shipped checkpoints again
 ## make hosted       write the notebooks for Colab and Kaggle, and links to hosted places: make hosted REPO=owner/name
@@ -16,7 +17,7 @@
 
 PYTHON ?= python3
 COURSE := @$(PYTHON) tools/course.py
-COMMANDS := help lab test check refresh doubt exercises site bench checkpoints hosted lint clean
+COMMANDS := help lab test check refresh doubt exercises site present bench checkpoints hosted lint clean
 .PHONY: $(COMMANDS)
 
 help:
@@ -27,6 +28,8 @@ check refresh doubt exercises:
 	$(COURSE) run tools/$@.py $(ARGS)
 site:
 	$(COURSE) run tools/website.py $(ARGS)
+present:
+	$(COURSE) run tools/present.py $(UNIT) $(ARGS)
 bench:
 	$(COURSE) run -m benchmarks.ladder $(ARGS)
 checkpoints:

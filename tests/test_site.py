@@ -9,9 +9,12 @@ import subprocess
 import sys
 import types
 
+import extras
 import nbformat
+import present
 import pytest
 import repository
+import slides
 import teaching
 import website
 from notebooks import ROOT, find
@@ -133,6 +136,21 @@ def test_the_site_builds_without_a_warning(tmp_path):
     assert "alt=" in (tmp_path / "site" / "code-units" / "9.6-memory" / "1-where-memory-goes.html").read_text()
 
 
+def test_the_packages_are_installed_once_offline_first_and_have_their_reasons(tmp_path, monkeypatch):
+    lines = [line for line in extras.LIST.read_text().splitlines() if line and not line.startswith("#")]
+    assert lines and all("  # " in line for line in lines)
+    calls = []
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    monkeypatch.setattr(subprocess, "call", lambda command, **_: calls.append(command) or 1)
+    with pytest.raises(SystemExit, match="go online, then run the same command again"):
+        extras.need()
+    assert ["--offline" in call for call in calls] == [True, False]
+    monkeypatch.setattr(subprocess, "call", lambda command, **_: calls.append(command) or 0)
+    extras.need()
+    extras.need()
+    assert len(calls) == 3
+
+
 # --- the calculator ---
 
 
@@ -249,3 +267,112 @@ def test_the_floor_is_below_what_lesson_9_5_1_counts():
     setup = {"batch": 2, "precision": "fp32", "optimizer": "AdamW", "checkpointing": False, **VITS[0]}
     [floor] = in_node([("floor", [{**setup, "peakTflops": 1, "bandwidth": 1}])])
     assert 0.9 * flops < floor["flops"] <= flops and floor["bytes"] < moved
+
+
+# --- demos ---
+
+
+def cell(source: str, *outputs) -> nbformat.NotebookNode:
+    if not outputs:
+        return nbformat.v4.new_markdown_cell(source)
+    return nbformat.v4.new_code_cell(source, outputs=[nbformat.v4.new_output("stream", text=o) for o in outputs])
+
+
+LESSON = nbformat.v4.new_notebook(
+    cells=[
+        cell("# A lesson\n\nWhat you do.\n\n## A part\n\nAn idea.\n\n> **Predict.** How\n> many?\n\nA hint."),
+        cell("my_guess, n = 7, 3\nprint(n)", "3 of them; your guess: 7\n"),
+        cell("It was three. And more.\n\n```python\n# no heading\n```\n\n## Another part\n\nText."),
+        cell("## What you have seen\n\n- Three.\n\n### Check yourself\n\nWhy?\n\n"
+             "<details><summary>A</summary>\n\nSo.\n\n</details>"),
+    ]
+)  # fmt: skip
+
+
+def test_a_lesson_is_cut_by_its_structure():
+    kinds = [(kind, source.splitlines()[0]) for kind, source, _ in slides.pieces(LESSON)]
+    assert kinds == [
+        ("text", "# A lesson"),
+        ("text", "## A part"),
+        ("predict", "> **Predict.** How"),
+        ("text", "A hint."),
+        ("code", "my_guess, n = 7, 3"),
+        ("answer", "It was three. And more."),
+        ("text", "## Another part"),
+        ("closing", "## What you have seen"),
+        ("closing", "### Check yourself"),
+    ]
+    assert "# no heading" in slides.pieces(LESSON)[5][1]
+
+
+def test_slides_keep_answers_for_the_key_and_notes_for_the_speaker():
+    made = slides.sections(LESSON, {LESSON.cells[1].id: 2.0})
+    [code] = [slide for slide in made if 'class="code"' in slide]
+    before, after = code.split('<div class="fragment', 1)
+    assert "3 of them" not in before and "3 of them" in after and "It was three" in after
+    assert "About 2.0 s in the rehearsal" in code
+    [predict] = [slide for slide in made if 'class="predict"' in slide]
+    notes = predict.split('<aside class="notes">')[1]
+    assert (
+        "The page guesses 7." in notes and "3 of them; your guess: 7" in notes and "It was three. And more." in notes
+    )
+    [quiz] = [slide for slide in made if "Why?" in slide]
+    assert "So." in quiz.split('<div class="fragment')[1]
+
+
+def test_a_long_output_is_cut_into_slides_that_fit():
+    long = nbformat.v4.new_notebook(cells=[cell("show()", "\n".join(f"line {i}" for i in range(100)))])
+    made = slides.sections(long, {})
+    assert len(made) > 3 and all(slide.count("\nline") <= slides.LINES for slide in made)
+    assert all(sum(f"line {i}\n" in slide + "\n" or f"line {i}<" in slide for slide in made) == 1 for i in range(100))
+
+
+def test_a_long_table_keeps_its_head():
+    rows = [f"<tr><td>{i}</td></tr>" for i in range(30)]
+    parts = slides._tables(f"<table><thead><tr><th>n</th></tr></thead><tbody>{''.join(rows)}</tbody></table>")
+    assert [part.count("<td>") for part in parts] == [13, 13, 4]
+    assert all("<th>n</th>" in part and part.endswith("</tbody></table>") for part in parts)
+
+
+def test_a_live_copy_leaves_the_original_as_it_is(tmp_path, monkeypatch):
+    path = present.lesson("9.6.1")
+    before = path.read_bytes()
+    monkeypatch.setattr(present, "PRESENT", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["present.py", "9.6.1", "--restore"])
+    for _ in range(2):  # a demo leaves its traces, and the next call removes them
+        present.main()
+        [copy] = tmp_path.glob("9.6.1/code-units/*/*.ipynb")
+        shown = nbformat.read(copy, as_version=4)
+        codes = [c for c in shown.cells if c.cell_type == "code"]
+        original = [c.source for c in nbformat.read(path, as_version=4).cells if c.cell_type == "code"]
+        assert [c.source for c in codes] == original
+        assert not any(c.outputs or c.execution_count for c in codes)
+        texts = [c.source for c in shown.cells if c.cell_type == "markdown"]
+        assert sum(text.startswith("<details><summary>What came out</summary>") for text in texts) > 5
+        assert any(text.startswith("## What you know now\n\n<details>") for text in texts)
+        copy.write_text("{}")
+    assert path.read_bytes() == before
+
+
+def test_what_a_lesson_reads_lies_beside_its_live_copy(tmp_path):
+    path = present.lesson("9.2.5")
+    folder = present.copied(path, tmp_path)
+    assert (folder / "zero_stages.py").exists() and (folder / "../../results/README.md").resolve().exists()
+    assert folder.relative_to(tmp_path) == path.parent.relative_to(ROOT) and not list(folder.glob("*.ipynb"))
+
+
+def test_a_rehearsal_notes_the_seconds_of_each_cell(tmp_path):
+    notebook = nbformat.v4.new_notebook(cells=[cell("1", ""), cell("text"), cell("import time; time.sleep(0.3)", "")])
+    nbformat.write(notebook, tmp_path / "a.ipynb")
+    first, second = present.rehearse(tmp_path / "a.ipynb", tmp_path)
+    assert (first["cell"], second["cell"]) == (1, 2) and first["seconds"] < 0.3 <= second["seconds"] < 10
+
+
+def test_a_lesson_that_is_not_there_gives_one_sentence():
+    with pytest.raises(SystemExit, match=r"There is no lesson '9\.1\.99'"):
+        present.lesson("9.1.99")
+
+
+def test_slides_fetch_nothing_from_outside():
+    page = (WEBSITE / "slides.html").read_text(encoding="utf-8")
+    assert not [line for line in page.splitlines() if "http" in line]

@@ -3,7 +3,6 @@
 Usage: python tools/website.py [--check]   (--check then looks at every page in Chromium)
 """
 
-import os
 import posixpath
 import re
 import shutil
@@ -194,9 +193,8 @@ def main() -> None:
     pages = sum(1 for _ in SITE.rglob("*.html"))
     print(f"{pages} pages, {size:.0f} MB, in {time.perf_counter() - start:.0f} s: open build/site/index.html")
     if sys.argv[1:] == ["--check"]:
-        browser = [sys.executable, "-m", "pytest", "-n0", "-q", "tests/site/browser.py", "tests/site/demos.py"]
-        os.chdir(ROOT)
-        sys.exit(subprocess.call(browser))
+        browser = [sys.executable, "-m", "pytest", "-q", "--dist", "load"]
+        sys.exit(subprocess.call([*browser, "tests/site/browser.py", "tests/site/demos.py"], cwd=ROOT))
 
 
 if __name__ == "__main__":

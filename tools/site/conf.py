@@ -17,7 +17,7 @@ html_static_path = ["static"]
 html_css_files = ["site.css"]
 html_js_files = ["site.js"]
 html_copy_source = html_show_sourcelink = False
-html_use_index = False
+html_use_index = html_show_copyright = False
 html_theme_options = {"navigation_with_keys": True}
 
 _without_alt = render.NbElementRenderer.render_image

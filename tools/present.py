@@ -1,0 +1,132 @@
+"""Prepare a lesson for a class, and open it: a rehearsal, a live copy without outputs, and slides.
+
+Usage: python tools/present.py 9.1.1 [--prepare | --restore]
+--prepare opens nothing; --restore only puts the live copy back, between two demos. All of it lies in build/present:
+no original changes.
+"""
+
+import argparse
+import functools
+import http.server
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from datetime import datetime
+from pathlib import Path
+
+import extras
+import nbformat
+import slides
+from nbclient import NotebookClient
+from notebooks import QUIET, ROOT, find
+
+PRESENT = ROOT / "build" / "present"
+
+
+def lesson(number: str) -> Path:
+    """The notebook with a number such as 9.1.1, or capstone.1."""
+    for path in find([str(ROOT / "code-units")]):
+        if number == f"{path.parent.name.split('-')[0]}.{path.stem.split('-')[0]}":
+            return path
+    sys.exit(f"There is no lesson {number!r}: give a number of the syllabus, as in make present UNIT=9.1.1.")
+
+
+def copied(path: Path, home: Path) -> Path:
+    """Copy what the lesson reads and links to beside its live copy; return the copy's folder."""
+    for name in ("code-units", "images", "results", "exercises"):
+        shutil.rmtree(home / name, ignore_errors=True)
+    left_out = shutil.ignore_patterns("__pycache__", ".ipynb_checkpoints", "*.ipynb")
+    for name in ("images", "results"):
+        shutil.copytree(ROOT / name, home / name)
+    shutil.copytree(ROOT / "exercises", home / "exercises", ignore=shutil.ignore_patterns(".ipynb_checkpoints"))
+    unit = home / path.parent.relative_to(ROOT)
+    shutil.copytree(path.parent, unit, ignore=left_out)
+    return unit
+
+
+def rehearse(path: Path, folder: Path) -> list[dict]:
+    """Run the lesson once, so that caches are filled; return the seconds of each code cell."""
+    os.environ.update(QUIET)
+    notebook = nbformat.read(path, as_version=4)
+    NotebookClient(
+        notebook, timeout=600, kernel_name="python3", resources={"metadata": {"path": str(folder)}}
+    ).execute()
+    seconds = []
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            clock = {key: datetime.fromisoformat(value) for key, value in cell.metadata.execution.items()}
+            took = clock["shell.execute_reply"] - clock["iopub.status.busy"]
+            seconds.append({"cell": cell.execution_count, "id": cell.id, "seconds": round(took.total_seconds(), 2)})
+    return seconds
+
+
+def live(path: Path, folder: Path) -> Path:
+    """Write the live copy: no outputs, and conclusions are folded until they are clicked."""
+    notebook = nbformat.read(path, as_version=4)
+    cells = []
+    for kind, source, _ in slides.pieces(notebook):
+        heading, _, body = source.partition("\n")
+        if kind == "code":
+            cells.append(nbformat.v4.new_code_cell(source))
+        elif kind == "answer":
+            cells.append(nbformat.v4.new_markdown_cell(folded("What came out", source)))
+        elif kind == "closing" and heading.startswith("## "):
+            cells.append(nbformat.v4.new_markdown_cell(f"{heading}\n\n{folded('Show', body.strip())}"))
+        else:
+            cells.append(nbformat.v4.new_markdown_cell(source))
+    target = folder / path.name
+    nbformat.write(
+        nbformat.v4.new_notebook(cells=cells, metadata={"kernelspec": notebook.metadata.kernelspec}), target
+    )
+    return target
+
+
+def folded(summary: str, text: str) -> str:
+    """Markdown behind a click."""
+    return f"<details><summary>{summary}</summary>\n\n{text}\n\n</details>"
+
+
+def serve(folder: Path) -> str:
+    """Serve a folder to this machine only, as long as this runs; return its address."""
+
+    class Quiet(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, *words):
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=folder))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    return f"http://127.0.0.1:{server.server_port}/"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Prepare a lesson for a class, and open it.")
+    parser.add_argument("number", nargs="?", default="", help="such as 9.1.1")
+    parser.add_argument("--prepare", action="store_true", help="open nothing")
+    parser.add_argument("--restore", action="store_true", help="only put the live copy back")
+    given = parser.parse_args()
+    path = lesson(given.number)
+    home = PRESENT / given.number
+    folder = copied(path, home)
+    if not given.restore:
+        extras.need()
+        print("Rehearsing: the lesson runs once, so that a class waits less.", flush=True)
+        seconds = rehearse(path, folder)
+        (home / "seconds.json").write_text(json.dumps({"lesson": given.number, "cells": seconds}, indent=1))
+        slides.write(path, home / "slides", {row["id"]: row["seconds"] for row in seconds})
+        print(f"{sum(row['seconds'] for row in seconds):.0f} s for {len(seconds)} cells; the slowest:")
+        for row in sorted(seconds, key=lambda row: -row["seconds"])[:3]:
+            print(f"  cell {row['cell']}: {row['seconds']:.1f} s")
+    copy = Path(os.path.relpath(live(path, folder), ROOT)).as_posix()
+    print(f"The live copy is {copy}; your own files are as they were.")
+    if given.prepare or given.restore:
+        return
+    print(f"The slides are at {serve(home / 'slides')} while this runs; S opens the speaker's view.", flush=True)
+    lab = [sys.executable, "-m", "jupyterlab", "--config=tools/lab/config.json"]
+    sys.exit(subprocess.call([*lab, f"--LabApp.default_url=/lab/tree/{copy}"], cwd=ROOT))
+
+
+if __name__ == "__main__":
+    main()
