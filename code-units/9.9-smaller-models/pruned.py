@@ -1,0 +1,55 @@
+"""What the notebook on pruning needs beside its subject: a batched cut, a GPU's sparse product, a picture."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from speedlab import plots
+
+
+def cut_all(parameters: Sequence[torch.Tensor], width: int) -> list[torch.Tensor]:
+    """Networks of `seeded_nets` with so many neurons left in each hidden layer, of each seed those with the largest
+    product of norms: of the weights that lead to a neuron, and of those that lead away from it.
+    """
+    parameters = [p.detach() for p in parameters]
+
+    def kept(t: torch.Tensor, neurons: torch.Tensor, dim: int) -> torch.Tensor:
+        return torch.stack([one.index_select(dim, chosen) for one, chosen in zip(t, neurons, strict=True)])
+
+    for i in range(0, len(parameters) - 2, 2):
+        score = parameters[i].norm(dim=2) * parameters[i + 2].norm(dim=1)  # (seeds, neurons)
+        neurons = score.topk(width, dim=1).indices.sort(1).values
+        for place, dim in ((i, 0), (i + 1, 1), (i + 2, 1)):  # weights in, bias, weights out
+            parameters[place] = kept(parameters[place], neurons, dim)
+    return parameters
+
+
+def operands(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """A square weight and a batch of inputs, large enough to keep the device busy; on a GPU in fp16."""
+    size, dtype = (4096, torch.float16) if device.type == "cuda" else (512, torch.float32)
+    return torch.randn(size, size, device=device).to(dtype), torch.randn(size, size, device=device).to(dtype)
+
+
+def sparse_product(weight: torch.Tensor, x: torch.Tensor) -> Callable[[], torch.Tensor] | str:
+    """A function that multiplies x (B, in) by a 2:4 weight (out, in) on sparse units, or why there is none."""
+    if x.device.type != "cuda" or torch.cuda.get_device_capability() < (8, 0):
+        return "no GPU with sparse units"
+    from torch.sparse import to_sparse_semi_structured
+
+    sparse = to_sparse_semi_structured(weight)
+    return lambda: torch.nn.functional.linear(x, sparse)
+
+
+def size_figure(sparsity: Sequence[float], shares: dict[str, Sequence[float]]):
+    """Bytes of a sparse fp32 matrix against its sparsity, as shares of the dense one's."""
+    figure, ax = plots.figure(7.0, 3.4)
+    lines = {name: ([100 * s for s in sparsity], values) for name, values in shares.items()}
+    plots.curves(ax, lines, title="Bytes of a pruned matrix", x="zeros, %", y="share of dense bytes")
+    return figure
+
+
+def block_figure(left: float, keep: float, mlp: int):
+    """Bars of a block's operations before and after a cut that leaves this share, and the same as a sentence."""
+    figure, ax = plots.figure(6.0, 2.0)
+    plots.bars(ax, {"full": 100, "cut": 100 * left}, title="Operations of a block", label="%", form="{:.0f}")
+    return figure, f"MLP of {mlp} neurons, {keep:.0%} kept: {left:.0%} of a block's operations are left"

@@ -1,0 +1,91 @@
+"""Small networks on handwritten digits, one for each of several seeds, trained side by side as one batched product.
+
+A network is a list of parameters: a weight (S, out, in) and a bias (S, 1, out) for each layer, S the number of seeds.
+Weights start as in `nn.Linear`, each seed draws its own batches, and the learning rate falls to zero on a cosine.
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+
+import torch
+from sklearn.datasets import load_digits
+from torch.nn import functional as F
+
+from speedlab import count
+
+TRAIN = 1200  # of scikit-learn's 1,797 images; the others are held out
+
+
+def digits() -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+    """Images (N, 64) between 0 and 1 with labels (N,): to train on, and held out."""
+    bunch = load_digits()
+    order = torch.randperm(len(bunch.target), generator=torch.Generator().manual_seed(0))
+    images, labels = torch.tensor(bunch.data / 16, dtype=torch.float32)[order], torch.tensor(bunch.target)[order]
+    return (images[:TRAIN], labels[:TRAIN]), (images[TRAIN:], labels[TRAIN:])
+
+
+def init(widths: Sequence[int], seeds: Sequence[int]) -> list[torch.Tensor]:
+    """Fresh parameters of networks with these widths, from the images' 64 to the classes' 10, one for each seed."""
+    chances = [torch.Generator().manual_seed(seed) for seed in seeds]
+    parameters = []
+    for inputs, outputs in itertools.pairwise(widths):
+        for shape in ((outputs, inputs), (1, outputs)):
+            drawn = torch.stack([torch.rand(shape, generator=chance) for chance in chances])
+            parameters.append(((2 * drawn - 1) / inputs**0.5).requires_grad_())
+    return parameters
+
+
+def copy(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [p.detach().clone().requires_grad_() for p in parameters]
+
+
+def forward(parameters: Sequence[torch.Tensor], x: torch.Tensor, weight: Callable = lambda w: w) -> torch.Tensor:
+    """Logits (S, B, 10) of images (S, B, 64); `weight` is what each layer makes of its weight before it uses it."""
+    for i in range(0, len(parameters), 2):
+        x = torch.baddbmm(parameters[i + 1], x, weight(parameters[i]).mT)
+        x = F.relu(x) if i + 2 < len(parameters) else x
+    return x
+
+
+def train(
+    parameters: Sequence[torch.Tensor],
+    steps: int,
+    seed: int,
+    *,
+    lr: float = 3e-3,
+    weight: Callable = lambda w: w,
+    optimizer: Callable = torch.optim.AdamW,
+) -> list[torch.Tensor]:
+    """Copies of the parameters after so many steps on batches of 64."""
+    (images, labels), _ = digits()
+    parameters, chance = copy(parameters), torch.Generator().manual_seed(seed)
+    seeds = len(parameters[0])
+    stepper = optimizer(parameters, lr=lr)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(stepper, steps)
+    for _ in range(steps):
+        chosen = torch.randint(TRAIN, (seeds, 64), generator=chance)
+        logits = forward(parameters, images[chosen], weight)
+        # for each seed the mean over its batch
+        loss = seeds * F.cross_entropy(logits.flatten(0, 1), labels[chosen].flatten())
+        stepper.zero_grad()
+        loss.backward()
+        stepper.step()
+        schedule.step()
+    return [p.detach() for p in parameters]
+
+
+@torch.no_grad()
+def accuracy(parameters: Sequence[torch.Tensor], weight: Callable = lambda w: w) -> torch.Tensor:
+    """The share of held-out images that each seed's network gets right, in percent: (S,)."""
+    _, (images, labels) = digits()
+    logits = forward(parameters, images.expand(len(parameters[0]), -1, -1), weight)
+    return 100 * (logits.argmax(-1) == labels).double().mean(1)
+
+
+def state_bytes(parameters: Sequence[torch.Tensor], optimizer: Callable) -> int:
+    """Bytes of the state that an optimizer of these parameters has after a step."""
+    held = copy(parameters)
+    stepper = optimizer(held, lr=1e-3)
+    forward(held, torch.rand(len(held[0]), 8, 64)).square().mean().backward()
+    stepper.step()
+    return count.state_bytes(torch.nn.ParameterList(held), stepper).optimizer

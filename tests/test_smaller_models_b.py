@@ -1,0 +1,108 @@
+"""Unit 9.9, quantization and pruning: the helpers beside the notebooks, and the snippets under In practice."""
+
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from notebooks import ROOT
+
+FOLDER = ROOT / "code-units" / "9.9-smaller-models"
+# what a snippet finds there already; a process of its own, as these packages print and warn when they are imported
+BEFORE = """
+import torch
+from torch import nn
+from torch.nn.utils import prune
+from transformers import TrainingArguments
+{imports}
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+example = torch.randn(4, 64)
+body_layers = [(model[0], "weight")]
+"""
+
+
+@pytest.fixture
+def helpers(monkeypatch):
+    """The modules beside the notebooks."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    import pruned
+    import quantized
+    import seeded_nets
+
+    return {"pruned": pruned, "quantized": quantized, "nets": seeded_nets}
+
+
+def practice(number: int) -> list[str]:
+    """The Python snippets under In practice in a notebook of this unit."""
+    [path] = FOLDER.glob(f"{number}-*.ipynb")
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    prose = "\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
+    return re.findall(r"```python\n(.*?)```", prose.split("In practice\n")[1], re.S)
+
+
+@pytest.mark.parametrize(
+    ("number", "place", "package", "after"),
+    [
+        (3, 0, "bitsandbytes", "assert arguments.optim == 'adamw_bnb_8bit'"),
+        (3, 1, "torchao", "assert type(model[0]).__name__ == 'Float8Linear'"),
+        (3, 2, "torchao", "assert (model(example) - model[2](model[1](model[0](example)))).abs().max() < 1e-5"),
+        (3, 3, "torchao", "assert converted(example).shape == (4, 64)"),
+        (4, 0, None, "assert (model[0].weight == 0).float().mean() == 0.5 and len(model[0]._buffers) == 0"),
+        (4, 1, "torchao", "assert type(model[0]).__name__ == 'SemiSparseLinear'"),
+        (4, 2, "torch_pruning", "assert model[0].out_features == model[2].in_features == 62"),
+    ],
+)
+def test_a_snippet_in_practice_runs(number, place, package, after):
+    if package and importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed, and the course does not need it: pip install {package}")
+    imports = f"import {package}" if package == "bitsandbytes" else ""
+    source = BEFORE.format(imports=imports) + practice(number)[place] + after
+    run = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=300, cwd=FOLDER)
+    assert run.returncode == 0, run.stderr
+
+
+def test_seeds_are_independent_and_repeat(helpers):
+    nets = helpers["nets"]
+    both, second = nets.init((64, 8, 10), [3, 4]), nets.init((64, 8, 10), [4])
+    assert all(torch.equal(a[1:], b) for a, b in zip(both, second, strict=True))
+    one, two = (nets.train(both, 5, seed=0) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+    assert nets.accuracy(one).shape == (2,)
+
+
+def test_a_network_is_what_a_sequential_computes(helpers):
+    nets = helpers["nets"]
+    parameters = nets.init((64, 8, 10), [0])
+    plain = torch.nn.Sequential(torch.nn.Linear(64, 8), torch.nn.ReLU(), torch.nn.Linear(8, 10))
+    for p, own in zip(plain.parameters(), parameters, strict=True):
+        p.data.copy_(own[0].squeeze(0) if p.ndim == 1 else own[0])
+    x = torch.rand(1, 5, 64)
+    torch.testing.assert_close(nets.forward(parameters, x)[0], plain(x[0]))
+
+
+def test_traffic_is_what_is_read_and_written(helpers):
+    x, w = torch.randn(8, 16), torch.randn(4, 16)
+    with torch.no_grad():
+        assert helpers["quantized"].traffic(lambda: x @ w.T) == 4 * (8 * 16 + 4 * 16 + 8 * 4)
+        assert helpers["quantized"].traffic(lambda: x.T[:3]) == 0
+
+
+def test_neurons_cut_for_every_seed_are_those_that_zeroing_leaves(helpers):
+    nets, x = helpers["nets"], torch.rand(3, 5, 64)
+    full = [p.detach() for p in nets.init((64, 16, 10), range(3))]
+    small = helpers["pruned"].cut_all(full, 4)
+    assert [tuple(p.shape) for p in small] == [(3, 4, 64), (3, 1, 4), (3, 10, 4), (3, 1, 10)]
+    score = full[0].norm(dim=2) * full[2].norm(dim=1)
+    mask = score >= score.topk(4, dim=1).values[:, -1:]
+    zeroed = [*full[:2], full[2] * mask[:, None], full[3]]
+    torch.testing.assert_close(nets.forward(small, x), nets.forward(zeroed, x))
+
+
+def test_what_a_gpu_would_do_is_refused_in_words_without_one(helpers):
+    on_cpu = torch.zeros(8, 8)
+    assert "GPU" in helpers["pruned"].sparse_product(on_cpu, on_cpu)
+    assert "GPU" in helpers["quantized"].float8_product(on_cpu, on_cpu, lambda x: (x, x))
