@@ -1,0 +1,127 @@
+"""Snippets of 9.9.5 and 9.9.6 that cannot run in their pages, and their helpers on bad input."""
+
+import pytest
+import torch
+from notebooks import ROOT
+from torch import nn
+from torch.nn import functional as F
+
+UNIT = ROOT / "code-units" / "9.9-smaller-models"
+
+
+@pytest.fixture
+def unit(monkeypatch):
+    """The unit's folder where its notebooks import from."""
+    monkeypatch.syspath_prepend(UNIT)
+    return UNIT
+
+
+def distillation_loss(student, teacher, T=2.0):
+    ours, theirs = (F.log_softmax(logits / T, dim=-1) for logits in (student, teacher))
+    return F.kl_div(ours, theirs, log_target=True, reduction="batchmean") * T * T
+
+
+def small():
+    from transformers import DistilBertConfig, DistilBertForSequenceClassification
+
+    config = DistilBertConfig(vocab_size=50, dim=8, hidden_dim=16, n_layers=1, n_heads=2, max_position_embeddings=8)
+    return DistilBertForSequenceClassification(config)
+
+
+def test_the_trainer_that_distils_trains_the_student_alone(tmp_path):
+    from transformers import Trainer, TrainingArguments
+
+    class Distilled(Trainer):
+        def compute_loss(self, model, inputs, return_outputs=False, **options):
+            outputs = model(**inputs)
+            with torch.no_grad():
+                theirs = self.teacher(**inputs).logits
+            loss = 0.5 * outputs.loss + 0.5 * distillation_loss(outputs.logits, theirs)
+            return (loss, outputs) if return_outputs else loss
+
+    rows = [{"input_ids": torch.randint(1, 50, (8,)), "labels": torch.tensor(i % 2)} for i in range(4)]
+    student, teacher = small(), small().eval()
+    before = [p.clone() for p in (*student.parameters(), *teacher.parameters())]
+    arguments = TrainingArguments(str(tmp_path), max_steps=1, report_to=[], use_cpu=True, disable_tqdm=True)
+    trainer = Distilled(student, arguments, train_dataset=rows)
+    trainer.teacher = teacher
+    trainer.train()
+    after = [*student.parameters(), *teacher.parameters()]
+    moved = [not torch.equal(a, b) for a, b in zip(after, before, strict=True)]
+    half = len(list(student.parameters()))
+    assert any(moved[:half]) and not any(moved[half:])
+
+
+def test_a_teacher_inside_a_lightning_module_stays_in_eval_mode():
+    import lightning as L
+
+    class Module(L.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.student, self.teacher = nn.Linear(4, 3), nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.5)).eval()
+
+        def training_step(self, batch, index):
+            images, _ = batch
+            with torch.no_grad():
+                theirs = self.teacher.eval()(images)
+            return distillation_loss(self.student(images), theirs)
+
+    module = Module().train()
+    assert module.teacher.training  # what the page warns of
+    module.training_step((torch.randn(5, 4), None), 0).backward()
+    assert not module.teacher.training
+    assert module.teacher[0].weight.grad is None and module.student.weight.grad is not None
+
+
+def test_the_snippet_for_qlora_names_what_exists():
+    from peft import prepare_model_for_kbit_training
+    from transformers import BitsAndBytesConfig
+
+    config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
+                                bnb_4bit_compute_dtype=torch.bfloat16)  # fmt: skip
+    assert config.bnb_4bit_quant_type == "nf4" and callable(prepare_model_for_kbit_training)
+
+
+def test_all_linear_leaves_the_output_layer_of_a_language_model_alone():
+    from peft import LoraConfig, get_peft_model
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=1,
+                                         num_attention_heads=2))  # fmt: skip
+    config = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
+    adapted = get_peft_model(model, config)
+    assert not any("lm_head" in name for name, p in adapted.named_parameters() if p.requires_grad)
+    assert not any("lora" in name for name, _ in adapted.merge_and_unload().named_parameters())
+
+
+def test_students_do_not_touch_each_other(unit):
+    """Student 0 learns the same whether it is trained beside another one or beside itself."""
+    import students
+
+    pixels, rows = torch.rand(60, 64), torch.arange(60).expand(2, -1)
+    targets = torch.stack([torch.arange(60) % 10, torch.zeros(60, dtype=torch.long)])
+    one = students.train(F.cross_entropy, pixels, rows, targets, 1e-2, 5)
+    two = students.train(F.cross_entropy, pixels, rows, targets[[0, 0]], 1e-2, 5)
+    assert torch.allclose(one.hidden[0], two.hidden[0], atol=1e-6)
+    assert not torch.allclose(one.hidden[1], two.hidden[1], atol=1e-3)
+
+
+def test_labels_and_tokens_of_the_short_reviews_belong_together(unit):
+    import lora_parts
+    import students
+
+    texts, labels, unseen = students.short_reviews()
+    assert len(texts) == len(labels) and texts.shape[1] == unseen.shape[1] == 16
+    assert len(lora_parts.short_test_labels()) == len(unseen)
+
+
+def test_cut_neurons_and_layers_shrink_copies_only(unit):
+    import lora_parts
+
+    model = small()
+    before = sum(p.numel() for p in model.parameters())
+    cut = lora_parts.cut_neurons(model, 0.5)
+    assert cut.distilbert.transformer.layer[0].ffn.lin1.out_features == 8
+    assert before == sum(p.numel() for p in model.parameters())
+    assert before - sum(p.numel() for p in cut.parameters()) == 8 * (8 + 1) + 8 * 8
+    assert len(lora_parts.keep_layers(model, 0).distilbert.transformer.layer) == 1
