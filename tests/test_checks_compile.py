@@ -1,14 +1,20 @@
 """The checks of exercise 4 accept the solution and other right answers, see a stub, and explain planted mistakes."""
 
+import bisect
+import itertools
 import math
 import re
-from collections import OrderedDict
+from collections import ChainMap, Counter, OrderedDict, deque
+from decimal import Decimal
 from fractions import Fraction
+from functools import reduce
+from types import MappingProxyType
 
 import numpy as np
 import pytest
 import torch
 from notebook_answers import defined
+from torch import nn
 from torch._dynamo.utils import counters
 from torch.nn import functional as F
 
@@ -107,10 +113,63 @@ def bytes_of(
         {"number": float},
         {"number": torch.tensor},
         {"number": Fraction},
+        {"number": Decimal},
+        {"number": np.float64},
+        {"number": lambda n: np.array([n])},
+        {"number": lambda n: torch.tensor([[n]])},
+        {"as_type": deque},
+        {"as_type": lambda pair: (n for n in pair)},
+        {"as_type": lambda pair: {"eager": pair[0], "fused": pair[1]}.values()},
+        {"as_type": lambda pair: torch.tensor(pair).unbind()},
     ],
 )
 def test_moved_accepts_other_ways(style, verdict):
     assert verdict("moved", bytes_of(**style)) == "correct"
+
+
+def by_walking_back(chain, elements, kept):
+    size = dict(elements)
+    for result, _, operands in chain:
+        size[result] = max(map(size.get, operands))
+    reads = Counter(name for _, _, operands in chain for name in operands)
+    eager = sum(size[name] * times for name, times in reads.items()) + sum(size[step[0]] for step in chain)
+    return 4 * eager, 4 * (sum(map(size.get, reads.keys() & elements.keys())) + sum(map(size.get, kept)))
+
+
+def by_recursion(chain, elements, kept):
+    if not chain:
+        return 0, 4 * sum(elements[name] for name in kept)
+    *before, (result, _, operands) = chain
+    made = {step[0]: step[2] for step in chain}
+
+    def size(name):
+        return max(map(size, made[name])) if name in made else elements[name]
+
+    eager = by_recursion(before, elements, set())[0] + 4 * (size(result) + sum(map(size, operands)))
+    read = {name for names in made.values() for name in names} - made.keys()
+    return eager, 4 * (sum(map(size, read)) + sum(map(size, kept)))
+
+
+def with_arrays(chain, elements, kept):
+    full = {name: np.empty(n, dtype=np.float32) for name, n in elements.items()}
+    eager, read = 0, set()
+    for result, _, operands in chain:
+        full[result] = max((full[name] for name in operands), key=lambda array: array.nbytes)
+        eager += full[result].nbytes + sum(full[name].nbytes for name in operands)
+        read.update(set(operands) & elements.keys())
+    return np.array([eager, sum(full[name].nbytes for name in [*read, *kept])])
+
+
+@pytest.mark.parametrize("answer", [by_walking_back, by_recursion, with_arrays])
+def test_moved_accepts_other_algorithms(answer, verdict):
+    assert verdict("moved", answer) == "correct"
+
+
+def test_moved_rejects_the_checks_own_counter(rejects):
+    def borrowed(chain, elements, kept):
+        return checks._counted_bytes(chain, {name: (n,) for name, n in elements.items()}, kept)
+
+    rejects("moved", borrowed, "`_counted_bytes` belongs to the check")
 
 
 def test_moved_accepts_an_answer_that_uses_up_its_arguments(verdict):
@@ -149,6 +208,12 @@ def test_moved_rejects_a_table_of_the_chains_that_are_shown(rejects):
         ({"unused": True}, ("no operation uses",)),
         ({"all_written": True}, ("never leaves",)),
         ({"last_only": True}, ("Every result in `kept`",)),
+        ({"number": lambda n: -n}, ("run eagerly",)),
+        ({"number": lambda n: n + 1}, ("run eagerly",)),
+        ({"number": lambda n: math.inf}, ("inf",)),
+        ({"as_type": lambda pair: {}}, ("must be a list",)),
+        ({"as_type": lambda pair: [pair, pair]}, ("must be a number",)),
+        ({"as_type": lambda pair: [pair[0], pair[0]]}, ("the fused kernel",)),
     ],
 )
 def test_moved_rejects(mistake, words, rejects):
@@ -189,6 +254,74 @@ def test_break_even_accepts_another_way(verdict):
         return n
 
     assert verdict("break_even", by_trying) == "correct"
+
+
+def saving(answer):
+    """For answers that need not look at what never pays, or has paid at once."""
+    return lambda first, eager, compiled: (
+        1 if first <= eager else None if compiled >= eager else answer(first, eager, compiled)
+    )
+
+
+def paid(first, eager, compiled):
+    return lambda n: first + (n - 1) * compiled <= n * eager
+
+
+def by_halving(first, eager, compiled):
+    low, high = 1, 1
+    while not paid(first, eager, compiled)(high):
+        low, high = high, 2 * high
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if paid(first, eager, compiled)(middle) else (middle + 1, high)
+    return low
+
+
+def by_running(first, eager, compiled):
+    ahead, n = first - eager, 1
+    while ahead > 0:
+        ahead, n = ahead - (eager - compiled), n + 1
+    return n
+
+
+def by_arrays(first, eager, compiled):
+    n = np.arange(1, 5000)
+    return n[first + (n - 1) * compiled <= n * eager][0]
+
+
+def by_division(first, eager, compiled):
+    try:
+        n = (first - compiled) / (eager - compiled)
+    except ZeroDivisionError:
+        return 1 if first <= eager else None
+    return 1 if first <= eager else math.ceil(n) if compiled < eager else None
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        by_division,
+        saving(by_halving),
+        saving(by_running),
+        saving(by_arrays),
+        saving(lambda f, e, c: next(n for n in itertools.count(1) if f + (n - 1) * c <= n * e)),
+        saving(lambda f, e, c: next(filter(paid(f, e, c), range(1, 10**6)))),
+        saving(lambda f, e, c: bisect.bisect_left(range(10**6), True, key=paid(f, e, c))),
+        saving(lambda f, e, c: int(-(-(f - c) // (e - c)))),
+        saving(lambda f, e, c: 1 + math.ceil((f - e) / (e - c))),
+        saving(lambda f, e, c: np.ceil((f - c) / (e - c))),
+        saving(lambda f, e, c: torch.tensor((f - c) / (e - c)).ceil()),
+        saving(lambda f, e, c: math.ceil(Fraction(f - c) / Fraction(e - c))),
+        saving(
+            lambda f, e, c: (
+                sum(1 for _ in itertools.takewhile(lambda n: not paid(f, e, c)(n), itertools.count(1))) + 1
+            )
+        ),
+        lambda f, e, c: min((n for n in range(1, 3000) if paid(f, e, c)(n)), default=None),
+    ],
+)
+def test_break_even_accepts_other_algorithms(answer, verdict):
+    assert verdict("break_even", answer) == "correct"
 
 
 @pytest.mark.parametrize(
@@ -437,6 +570,21 @@ def by_numpy(rows, batch_size):
     return torch.from_numpy(tokens), torch.from_numpy((tokens > 0).astype(np.float32))
 
 
+def by_lists(rows, batch_size):
+    rows = [*rows, *[[]] * (batch_size - len(rows))]
+    columns = itertools.zip_longest(*rows, [0, 0], fillvalue=0)  # at least two of them
+    tokens = torch.tensor(list(columns)).T[:-1].contiguous()
+    lengths = torch.tensor([len(row) for row in rows])
+    return tokens, (torch.arange(tokens.shape[1])[None] < lengths[:, None]).int()
+
+
+def by_stacking(rows, batch_size):
+    width = max(2, *map(len, rows), 0)
+    tokens = torch.stack([F.pad(torch.tensor(row), (0, width - len(row))) for row in rows])
+    mask = torch.stack([torch.tensor([1.0] * len(row) + [0.0] * (width - len(row))) for row in rows])
+    return [F.pad(part, (0, 0, 0, batch_size - len(rows))) for part in (tokens, mask)]
+
+
 def that_uses_up_its_rows(rows, batch_size):
     pair = padded()(rows, batch_size)
     rows.clear()
@@ -458,8 +606,15 @@ def that_uses_up_its_rows(rows, batch_size):
         padded(masks=torch.bfloat16),
         padded(finish=list),
         padded(least=3),
+        padded(to=lambda n: 16 * math.ceil(n / 16)),
+        padded(to=lambda n: max(n, 6)),
+        padded(masks=torch.uint8),
+        padded(masks=torch.float64),
+        padded(mark=(1,), to=lambda n: 8 * math.ceil(n / 8)),
         by_pad_sequence,
         by_numpy,
+        by_lists,
+        by_stacking,
         that_uses_up_its_rows,
     ],
 )
@@ -505,6 +660,8 @@ def test_prepare_wants_long_tokens_and_two_tensors(rejects):
 
 # --- Task 5 ---------------------------------------------------------------------------------------------------------
 
+SMALL = list(checks.wrapped_nets()["nothing is compiled"].state_dict())
+
 
 @pytest.mark.parametrize(
     ("answer", "words"),
@@ -514,7 +671,7 @@ def test_prepare_wants_long_tokens_and_two_tensors(rejects):
         (lambda state: {k.split(".")[-1]: v for k, v in state.items()}, ("nothing else",)),
         (lambda state: {k.replace("_orig_mod.", ""): v * 0 for k, v in state.items()}, ("other weights",)),
         (lambda state: {k.replace("_orig_mod.", ""): v.zero_() for k, v in state.items()}, ("its weights too",)),
-        (lambda state: dict(zip(checks._small_net().state_dict(), state.values(), strict=False)), ("another model",)),
+        (lambda state: dict(zip(SMALL, state.values(), strict=False)), ("another model",)),
         (
             lambda state: {k.removeprefix("_orig_mod.").replace("1._orig_mod.", "1."): v for k, v in state.items()},
             ("another model", "also twice"),
@@ -533,6 +690,11 @@ def test_prepare_wants_long_tokens_and_two_tensors(rejects):
         (lambda state: None, ("NoneType",)),
         (lambda state: {k.replace("_orig_mod", ""): v for k, v in state.items()}, ("nothing else",)),
         (lambda state: list(state), ("dict",)),
+        (lambda state: {}, ("looks for",)),
+        (lambda state: dict(state), ("still holds",)),
+        (lambda state: {k.replace("_orig_mod.", ""): v[:1] for k, v in state.items()}, ("other weights",)),
+        (lambda state: {k.replace("_orig_mod.", ""): v * math.nan for k, v in state.items()}, ("other weights",)),
+        (lambda state: {k.replace("_orig_mod.", "."): v for k, v in state.items()}, ("nothing else",)),
     ],
 )
 def test_plain_names_rejects(answer, words, rejects):
@@ -548,6 +710,23 @@ def test_plain_names_wants_a_new_dict(rejects):
     rejects("plain_names", in_place, "return a new one")
 
 
+def with_a_loop(state):
+    plain = OrderedDict()
+    for name, weight in state.items():
+        while "_orig_mod." in name:
+            head, _, tail = name.partition("_orig_mod.")
+            name = head + tail
+        plain[name] = weight
+    return plain
+
+
+def with_pop(state):
+    plain = state.copy()
+    for name in list(plain):
+        plain[name.replace("_orig_mod.", "")] = plain.pop(name)
+    return plain
+
+
 @pytest.mark.parametrize(
     "answer",
     [
@@ -559,6 +738,23 @@ def test_plain_names_wants_a_new_dict(rejects):
         ),
         lambda state: {re.sub(r"(^|\.)_orig_mod(?=\.)", "", k).lstrip("."): v for k, v in state.items()},
         lambda state: {"".join(k.split("_orig_mod.")): state[k] for k in state},
+        lambda state: dict(zip((k.replace("_orig_mod.", "") for k in state), state.values(), strict=True)),
+        lambda state: dict(map(lambda item: (item[0].replace("_orig_mod.", ""), item[1]), state.items())),
+        lambda state: {k.replace("_orig_mod.", ""): v for k, v in reversed(state.items())},
+        lambda state: {re.sub("_orig_mod[.]", "", k): v for k, v in state.items()},
+        lambda state: {re.sub(r"\b_orig_mod\.", "", k): torch.clone(v) for k, v in state.items()},
+        lambda state: {".".join(filter("_orig_mod".__ne__, k.split("."))): v for k, v in state.items()},
+        lambda state: reduce(lambda made, k: made | {k.replace("_orig_mod.", ""): state[k]}, state, {}),
+        lambda state: {
+            k.replace("_orig_mod.", ""): nn.Parameter(v, requires_grad=v.is_floating_point())
+            for k, v in state.items()
+        },
+        lambda state: {k.replace("_orig_mod.", ""): v.numpy() for k, v in state.items()},
+        lambda state: {k.replace("_orig_mod.", ""): v.double() for k, v in state.items()},
+        lambda state: MappingProxyType({k.replace("_orig_mod.", ""): v for k, v in state.items()}),
+        lambda state: ChainMap({k.replace("_orig_mod.", ""): v for k, v in state.items()}),
+        with_a_loop,
+        with_pop,
     ],
 )
 def test_plain_names_accepts_other_ways(answer, verdict):
@@ -568,16 +764,19 @@ def test_plain_names_accepts_other_ways(answer, verdict):
 # --- Task 6 ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "right"), checks._RIGHT.items())
+RIGHT_JOBS = checks._RIGHT
+
+
+@pytest.mark.parametrize(("name", "right"), RIGHT_JOBS.items())
 def test_jobs_gives_a_reason_for_every_wrong_choice(name, right, verdict):
     for wrong in set(checks.CHOICES) - {right}:
-        said = verdict("jobs", lambda wrong=wrong: {**checks._RIGHT, name: wrong})
+        said = verdict("jobs", lambda chosen={**RIGHT_JOBS, name: wrong}: chosen)
         assert said.startswith(f"not yet right. {name}: not {wrong}. ") and len(said.split()) > 12, said
 
 
 @pytest.mark.parametrize(
     ("chosen", "word"),
-    [({"sweep": "leave it"}, "no choice"), ({**checks._RIGHT, "deep": "blocks"}, "options"), ([], "dictionary")],
+    [({"sweep": "leave it"}, "no choice"), ({**RIGHT_JOBS, "deep": "blocks"}, "options"), ([], "dictionary")],
 )
 def test_jobs_rejects(chosen, word, rejects):
     rejects("jobs", lambda: chosen, word)

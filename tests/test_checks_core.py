@@ -31,6 +31,33 @@ def made(source: str, **names) -> dict:
     return defined(source, f"<made {hash(source)}>", __name__="made", **names)
 
 
+# --- What belongs to the check --------------------------------------------------------------------------------------
+
+BORROWED = [
+    "from speedlab.checks import core as checks\n\ndef f():\n    return checks._kind(1)",
+    "from speedlab.checks.core import _kind\n\ndef f():\n    return _kind(1)",
+    "def f():\n    from speedlab.checks.core import _kind\n    return _kind(1)",
+    "def f():\n    from speedlab.checks import core\n    return [core._kind(i) for i in range(3)]",
+]
+OWN = [
+    "from speedlab.checks import core as checks\n\ndef f():\n    return checks.whole(1)",
+    "def _kind(x):\n    return x\n\ndef f():\n    return _kind(1)",
+    "def f():\n    class Mine:\n        _kind = 1\n    return Mine._kind + Mine()._kind",
+    "import torch\n\ndef f():\n    return torch._C is None",
+    "from speedlab.checks.compile import Scorer\n\n_ = Scorer()\n\ndef f():\n    return [_ for _ in range(3)]",
+]
+
+
+@pytest.mark.parametrize("source", BORROWED)
+def test_an_answer_may_not_call_the_checks_own_functions(source):
+    assert "`_kind` belongs to the check" in said(call, made(source)["f"])
+
+
+@pytest.mark.parametrize("source", OWN)
+def test_private_names_of_its_own_are_no_matter(source):
+    assert said(call, made(source)["f"]) == "correct"
+
+
 # --- Stubs ----------------------------------------------------------------------------------------------------------
 
 STUBS = [

@@ -880,6 +880,7 @@ def of_the_tensor(weight):
             (int8(numbers=lambda steps: -steps.round().char()), "error"),
             (int8(made=lambda q, s: (q, 1 / s)), "1 / scale"),
             (int8(made=lambda q, s: (q, s.double())), "bytes"),
+            (int8(made=lambda q, s: (q, s.half())), "the scale that you return"),
             (int8(made=lambda q, s: (q, s.expand(q.shape))), "scales for"),
             (int8(made=lambda q, s: (s, q)), "int8"),
             (int8(made=lambda q, s: q), "must hold 2"),

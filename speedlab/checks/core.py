@@ -63,6 +63,7 @@ NOT_ATTEMPTED = "not attempted yet"
 CORRECT = "correct"
 _RANKS = Path(__file__).with_name("ranks.py")
 _MOST_ITEMS = 1_000_000
+_PACKAGE = __name__.rpartition(".")[0]
 # the functions that the check at work examines
 _ANSWERS: contextvars.ContextVar[Collection[Callable]] = contextvars.ContextVar("answers", default=())
 
@@ -280,6 +281,26 @@ def is_stub(function: object) -> bool:
     )
 
 
+def _borrowed(answer: Callable) -> str:
+    """The name of something private that an answer takes from the checks; empty: nothing."""
+    space = getattr(inspect.unwrap(answer), "__globals__", {})
+    try:
+        nodes = list(ast.walk(ast.parse(textwrap.dedent(inspect.getsource(answer)))))
+    except (OSError, TypeError, SyntaxError, ValueError):
+        return ""  # a lambda in the middle of a line, or something without a source
+    modules = {name: value.__name__ for name, value in space.items() if isinstance(value, types.ModuleType)}
+    checks = {name for name, module in modules.items() if module.startswith(_PACKAGE)}
+    made = {name: value for name, value in space.items() if isinstance(value, types.FunctionType | type)}
+    names = {name for name, value in made.items() if str(value.__module__).startswith(_PACKAGE)}
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(_PACKAGE.partition(".")[0]):
+            checks |= {alias.asname or alias.name for alias in node.names}
+            names |= {alias.name for alias in node.names}
+    used = {node.attr for node in nodes if isinstance(node, ast.Attribute) and getattr(node.value, "id", 0) in checks}
+    used |= {node.id for node in nodes if isinstance(node, ast.Name)} & names
+    return next((name for name in sorted(used) if name.startswith("_")), "")
+
+
 @contextlib.contextmanager
 def examining(answers: Collection[Callable]) -> Iterator[None]:
     """Inside, an error is told with the line of these functions' notebook or file that it came from."""
@@ -297,6 +318,8 @@ def _verdict(examine: Callable[[], None], seconds: float) -> str:
     for answer in answers:
         if not callable(answer):
             return f"not yet right. Give the check the function itself, without calling it; this is {_kind(answer)}."
+        if borrowed := _borrowed(answer):
+            return f"not yet right. `{borrowed}` belongs to the check: write the answer without it."
     try:
         side_by_side(examine, seconds=seconds)
     except BaseException as error:

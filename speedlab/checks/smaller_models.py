@@ -272,7 +272,9 @@ def _why_error(numbers: torch.Tensor, scales: torch.Tensor, weight: torch.Tensor
         "The scale is too small: the largest weight of a row goes beyond 127.": scales < 0.999 * due,
     }
     hints = {hint: len(weight) > 1 and float(shown.double().mean()) > 0.9 for hint, shown in shares.items()}
-    return diagnose(None, hints, "Divide a row by its scale, its largest absolute weight / 127, and round.")
+    return diagnose(
+        None, hints, "Divide a row by the scale that you return, its largest absolute weight / 127, and round."
+    )
 
 
 # --- Task 4 ---------------------------------------------------------------------------------------------------------
