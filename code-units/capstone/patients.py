@@ -110,18 +110,21 @@ class Tagger(nn.Module):
         return self.body(self.embed(tokens))
 
 
-def padding() -> Job:
-    def batch(size: int) -> tuple:
-        lengths = torch.randint(6, 20, (size, 1))
-        lengths[0] = 64
-        tokens = torch.randint(1, 1000, (size, 64))
-        return tokens.where(torch.arange(64) < lengths, 0), torch.randint(CLASSES, (size, 64))
+def similar_lengths(size: int, longest: int = 20) -> tuple:
+    """Tokens (size, longest) of rows that have 6 to 19 tokens, or `longest` of them, and their labels."""
+    lengths = torch.randint(6, 20, (size, 1))
+    lengths[0] = longest
+    tokens = torch.randint(1, 1000, (size, longest))
+    return tokens.where(torch.arange(longest) < lengths, 0), torch.randint(CLASSES, (size, longest))
 
+
+def padding() -> Job:
     def loss(model: nn.Module, batch: tuple) -> torch.Tensor:
         tokens, labels = batch
         return loss_fn(lambda x: model(x).flatten(0, 1), (tokens, labels.flatten()))
 
-    return usual(make_model=Tagger, make_batch=batch, loss_fn=loss, batch_size=64)
+    # one row of 64 tokens makes all the others as long
+    return usual(make_model=Tagger, make_batch=lambda n: similar_lengths(n, 64), loss_fn=loss, batch_size=64)
 
 
 class Flat(nn.Module):

@@ -296,16 +296,16 @@ def _padded(batches: list) -> float:
     return hidden / total if total else 0.0
 
 
-def _graph_breaks(job: Job, batch: object) -> dict[str, int] | None:
-    """Where torch.compile would cut the forward pass, and how often; None: it cannot trace it at all."""
+def _graph_breaks(job: Job, batch: object) -> dict[str, int]:
+    """Where torch.compile would cut the forward pass, and how often."""
     model, log = job.make_model().train(), logging.getLogger("torch._dynamo")
     level = log.level
     log.setLevel(logging.ERROR)
     try:
         torch._dynamo.reset()
         told = torch._dynamo.explain(lambda: job.loss_fn(model, batch))()
-    except Exception:
-        return None
+    except Exception as error:
+        return {f"cannot be traced: {type(error).__name__}": 1}
     finally:
         log.setLevel(level)
         torch._dynamo.reset()

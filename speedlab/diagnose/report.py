@@ -50,7 +50,7 @@ class Diagnosis:
             ("predicted peak", bytes_text(c.peak), f"parameters {bytes_text(c.parameters)}"),
             ("waits of the host", str(sum(c.syncs.values())), "; ".join(c.syncs)),
             ("padding", f"{c.padded:.0%}", "of all tokens"),
-            ("graph breaks", _breaks(c), "; ".join(c.graph_breaks or ())),
+            ("graph breaks", str(sum((c.graph_breaks or {}).values())), "; ".join(c.graph_breaks or ())),
         ]
         return table(["in one step", "counted", "of which"], rows)
 
@@ -136,10 +136,6 @@ def diagnose(
 
 def _by(counts: Counts, kind: str, column: int) -> str:
     return ", ".join(f"{name or 'other'} {row[column]:,}" for name, row in counts.by(kind).items() if row[column])
-
-
-def _breaks(counts: Counts) -> str:
-    return "cannot be traced" if counts.graph_breaks is None else str(sum(counts.graph_breaks.values()))
 
 
 def _bound(advice: Advice) -> str:

@@ -157,7 +157,7 @@ def _no_waits(c: Counts, d: Device) -> float:
 def _optimizer(c: Counts, d: Device) -> float:
     # one pass at least: parameter, gradient and state are read; parameter and state are written
     once = (2 * c.parameters + c.gradients + 2 * c.optimizer) / d.bandwidth
-    return max(0.0, estimate(c, d).by_phase.get(OPTIMIZER, 0.0) - d.launch - once)
+    return max(0.0, estimate(c, d).by_phase.get(OPTIMIZER, 0.0) - max(d.launch, once))
 
 
 def _overlap(c: Counts, d: Device) -> float:
@@ -241,5 +241,5 @@ def advise(
         fault, evidence = rule.fault(counts, device), rule.evidence(counts, device)
         helps = fault or low >= WORTH
         advice = Advice(rule.technique, helps, high >= WORTH, evidence, (low, high), rule.price, rule.unit)
-        found.append(((not helps, high < WORTH, not fault, 0 if fault else -low), advice))
+        found.append(((not helps, not fault, high < WORTH, 0 if fault else -low), advice))
     return tuple(advice for _, advice in sorted(found, key=lambda item: item[0]))
