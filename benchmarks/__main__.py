@@ -6,7 +6,20 @@ and again until it says that all is done. DIR has to outlast the calls. --scale 
 
 import sys
 
-from benchmarks import attention, batch, compile, day, finder, ladder, loading, memory, notebooks, overhead, precision
+from benchmarks import (
+    attention,
+    batch,
+    compile,
+    day,
+    finder,
+    ladder,
+    loading,
+    memory,
+    notebooks,
+    overhead,
+    precision,
+    trace,
+)
 
 PARTS = {
     "precision": precision.items,
@@ -19,6 +32,7 @@ PARTS = {
     "finder": finder.items,
     "attention": attention.items,
     "overhead": overhead.items,
+    "trace": trace.items,
     "notebooks": notebooks.items,
 }
 

@@ -1,0 +1,98 @@
+"""A training step with habits that a trace shows, in a file so that stacks name its lines; and how it is traced."""
+
+import contextlib
+import json
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.profiler import ProfilerActivity, profile
+
+from speedlab import launch
+
+
+def network(layers: int, width: int = 64) -> nn.Sequential:
+    return nn.Sequential(*[part for _ in range(layers) for part in (nn.Linear(width, width), nn.ReLU())])
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: torch.Tensor, log: list | None = None) -> None:
+    """One step. With a `log` it also reads the loss and the largest weight, as people do who look for a bug."""
+    optimizer.zero_grad()
+    loss = F.mse_loss(model(inputs), inputs)
+    if log is not None:
+        log.append(loss.item())
+    loss.backward()
+    optimizer.step()
+    if log is not None:
+        log.append(largest(model))
+
+
+def largest(model: nn.Module) -> float:
+    found = 0.0
+    for parameter in model.parameters():
+        found = max(found, parameter.abs().max().item())
+    return found
+
+
+def nodes(loss: torch.Tensor) -> int:
+    """The nodes of autograd's graph, without those that add to a parameter's gradient."""
+    todo, seen = [loss.grad_fn], set()
+    while todo:
+        node = todo.pop()
+        if node is not None and node not in seen and "AccumulateGrad" not in node.name():
+            seen.add(node)
+            todo += [before for before, _ in node.next_functions]
+    return len(seen)
+
+
+def traced(work: Callable[[], object], **options) -> tuple[list[dict], profile]:
+    """The events of `work()`, run a second time under the profiler, read from the trace file; and the profiler."""
+    work()
+    with profile(activities=[ProfilerActivity.CPU], **options) as recording:
+        work()
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "trace.json")
+        recording.export_chrome_trace(str(file))
+        return json.loads(file.read_text(encoding="utf-8"))["traceEvents"], recording
+
+
+def operators(events: list[dict]) -> list[dict]:
+    """The events that are PyTorch's operators."""
+    return [e for e in events if e["ph"] == "X" and e["cat"] == "cpu_op"]
+
+
+def job(layers: int = 3, optimizer: type = torch.optim.SGD, **options) -> tuple:
+    """A model, its optimizer and a batch."""
+    torch.manual_seed(0)
+    model = network(layers)
+    return model, optimizer(model.parameters(), lr=1e-3, **options), torch.randn(32, 64)
+
+
+def five(options: dict | None = None) -> None:
+    """Five steps; with `options`, under a profiler with these."""
+    model, optimizer, inputs = job()
+    watch = contextlib.nullcontext() if options is None else profile(activities=[ProfilerActivity.CPU], **options)
+    with watch:
+        for _ in range(5):
+            train(model, optimizer, inputs)
+
+
+def in_two_threads() -> None:
+    """An exp in this thread, a tanh in another."""
+    inputs = torch.ones(8)
+    other = threading.Thread(target=lambda: torch.tanh(inputs))
+    other.start()
+    torch.exp(inputs)
+    other.join()
+
+
+def two_ranks(bucket_mib: float, sleep: float) -> list[dict]:
+    """The events of one step of DDP on two processes: see traced_ddp.py."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "two.json")
+        launch.run(Path(__file__).with_name("traced_ddp.py"), 2, file, bucket_mib, sleep)
+        return json.loads(file.read_text(encoding="utf-8"))["traceEvents"]
