@@ -149,13 +149,12 @@ def test_the_live_copy_reveals_nothing_early(browser, tmp_path):
             page.on("request", lambda r: re.match(INSIDE, r.url) or asked.append(r.url))
             page.goto(f"{base}/lab/tree/{copy.relative_to(tmp_path).as_posix()}")
             page.wait_for_selector(".jp-Notebook .jp-Cell", timeout=60_000)
-            answer = page.get_by_text("This is no bug: the sum is correct")
-            cell = page.locator(".jp-MarkdownCell", has=answer).first
-            page.get_by_text("What it costs: a sum").first.scroll_into_view_if_needed()
-            cell.scroll_into_view_if_needed()
-            assert not answer.is_visible()
-            cell.locator("summary").click()
-            assert answer.is_visible()
+            page.locator(".jp-RenderedMarkdown h2", has_text="What it costs: a sum").scroll_into_view_if_needed()
+            folded = page.locator(".jp-RenderedMarkdown details", has_text="This is no bug: the sum is correct")
+            folded.scroll_into_view_if_needed()
+            assert not folded.locator("p").first.is_visible()
+            folded.locator("summary").click()
+            assert folded.locator("p").first.is_visible()
             assert not asked, asked
         finally:
             lab.send_signal(signal.SIGINT)
