@@ -350,6 +350,8 @@ def test_a_live_copy_leaves_the_original_as_it_is(tmp_path, monkeypatch):
         texts = [c.source for c in shown.cells if c.cell_type == "markdown"]
         assert sum(text.startswith("<details><summary>What came out</summary>") for text in texts) > 5
         assert any(text.startswith("## What you know now\n\n<details>") for text in texts)
+        told = [c.source for c in codes if c.metadata.get("jupyter", {}).get("source_hidden")]
+        assert len(told) > 3 and all("claim" in source for source in told), "a claim tells what comes out"
         copy.write_text("{}")
     assert path.read_bytes() == before
 

@@ -64,13 +64,16 @@ def rehearse(path: Path, folder: Path) -> list[dict]:
 
 
 def live(path: Path, folder: Path) -> Path:
-    """Write the live copy: no outputs, and conclusions are folded until they are clicked."""
+    """Write the live copy without outputs; conclusions, and cells whose claims tell an answer, wait for a click."""
     notebook = nbformat.read(path, as_version=4)
-    cells = []
+    cells, asked = [], False
     for kind, source, _ in slides.pieces(notebook):
         heading, _, body = source.partition("\n")
+        hint = kind == "text" and not heading.startswith("#")
+        asked = kind == "predict" or (asked and (kind == "code" or hint))
         if kind == "code":
-            cells.append(nbformat.v4.new_code_cell(source))
+            hidden = {"jupyter": {"source_hidden": True}} if asked and "claim" in source else {}
+            cells.append(nbformat.v4.new_code_cell(source, metadata=hidden))
         elif kind == "answer":
             cells.append(nbformat.v4.new_markdown_cell(folded("What came out", source)))
         elif kind == "closing" and heading.startswith("## "):

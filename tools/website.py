@@ -151,7 +151,7 @@ def stage(source: Path) -> None:
     for name, path in pages.items():
         text = teaching.fill(path.read_text(encoding="utf-8"), known)
         write(name, with_badges(turned(text, name), path.relative_to(ROOT).as_posix()))
-    for name in files:
+    for name in filter(lambda name: (ROOT / name).is_file(), files):  # Sphinx names the page that links to nothing
         (source / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, source / name)
 

@@ -21,3 +21,10 @@ def browser():
         started = driver.chromium.launch(executable_path=found, args=["--no-sandbox"])
         yield started
         started.close()
+
+
+@pytest.fixture(autouse=True)
+def closed(browser):
+    yield
+    for context in browser.contexts:
+        context.close()
