@@ -111,7 +111,7 @@ def test_a_notebook_is_light_and_normalised(name):
 
 def test_nothing_names_one_machine():
     """No path of this checkout, of a home folder or of a temporary folder stands in what is published."""
-    hidden = {".git", ".venv", "__pycache__", ".pytest_cache", ".ruff_cache"}
+    hidden = {".git", ".venv", "build", "__pycache__", ".pytest_cache", ".ruff_cache"}
     paths = [p for p in ROOT.rglob("*") if p.is_file() and not hidden & set(p.relative_to(ROOT).parts)]
     published = [p for p in paths if p.suffix not in (".safetensors", ".png") and p.name != "test_documents.py"]
     assert len(published) > 30
