@@ -35,4 +35,6 @@ def dry_run(make: Callable, steps: int, early: bool = False) -> str:
     falling = rates[rates.index(max(rates)) :]
     if any(later > 1.001 * earlier for earlier, later in pairwise(falling)):
         return "it climbs again after its peak"
+    if (idle := falling.count(0.0)) > 1:
+        return f"{idle} updates have a rate of 0"
     return f"it ends at {falling[-1] / falling[0]:.0%} of its peak" if falling[-1] > 0.1 * falling[0] else ""
