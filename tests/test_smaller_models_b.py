@@ -23,6 +23,10 @@ model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
 example = torch.randn(4, 64)
 body_layers = [(model[0], "weight")]
 """
+IMPORTS = {
+    (3, 0): "import bitsandbytes\nfrom lightning.pytorch.plugins import BitsandbytesPrecision",
+    (4, 0): "from lightning import Trainer\nfrom lightning.pytorch.callbacks import ModelPruning",
+}
 
 
 @pytest.fixture
@@ -59,7 +63,7 @@ def practice(number: int) -> list[str]:
 def test_a_snippet_in_practice_runs(number, place, package, after):
     if package and importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed, and the course does not need it: pip install {package}")
-    imports = f"import {package}" if package == "bitsandbytes" else ""
+    imports = IMPORTS.get((number, place), "")
     source = BEFORE.format(imports=imports) + practice(number)[place] + after
     run = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=300, cwd=FOLDER)
     assert run.returncode == 0, run.stderr

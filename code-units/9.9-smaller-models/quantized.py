@@ -154,6 +154,12 @@ def float8_product(a: torch.Tensor, b: torch.Tensor, to_float8: Callable) -> Cal
     return product
 
 
+def checked(product: Callable[[], torch.Tensor], exact: torch.Tensor) -> tuple[float, Callable | str]:
+    """The share of a product's elements that are wrong; and the product itself, or a reason where any is."""
+    wrong = ((product() - exact).abs() > 1e-3).double().mean().item()
+    return wrong, "its sums are wrong" if wrong else product
+
+
 def staircase(quantize: Callable, row: torch.Tensor, bits: int, outlier: float, each_row: bool):
     """An ordinary row of weights against what is stored of it beside a row with an outlier: a figure, and a text."""
     codes, scale = quantize(torch.stack([row, torch.full_like(row, outlier)]), bits, each_row)

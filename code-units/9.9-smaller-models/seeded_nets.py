@@ -89,3 +89,10 @@ def state_bytes(parameters: Sequence[torch.Tensor], optimizer: Callable) -> int:
     forward(held, torch.rand(len(held[0]), 8, 64)).square().mean().backward()
     stepper.step()
     return count.state_bytes(torch.nn.ParameterList(held), stepper).optimizer
+
+
+def second_moments(parameters: Sequence[torch.Tensor], steps: int) -> list[torch.Tensor]:
+    """What AdamW holds as averages of squared gradients after so many steps, a tensor for each parameter."""
+    held = []
+    train(parameters, steps, seed=0, optimizer=lambda p, lr: held.append(torch.optim.AdamW(p, lr=lr)) or held[0])
+    return [state["exp_avg_sq"] for state in held[0].state.values()]
