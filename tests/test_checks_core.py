@@ -372,3 +372,9 @@ def test_the_cause_is_told_and_not_who_waited_for_it(wrong, words):
 def test_a_lambda_is_not_sent():
     with pytest.raises(NotYetError, match="with `def`"):
         core.on_ranks(add_up, 2, lambda rank: rank, offset=9)
+
+
+def test_a_decorated_answer_travels_with_its_decorator_and_its_helpers():
+    text = "def helper(x):\n    return x\n\n@torch.no_grad()\ndef f(x):\n    return helper(x)"
+    sent = core.source(made(text, torch=torch)["f"])
+    assert "import torch" in sent and "def helper" in sent and "@torch.no_grad()\ndef f" in sent

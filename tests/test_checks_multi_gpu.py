@@ -249,6 +249,8 @@ TRAIN_MISTAKES = {
     "a micro-batch of the size of a batch": ([("batch // accumulate_steps //", "batch //")], "parts of the batch"),
     "a fixed size": ([("batch // accumulate_steps // world_size", "2")], "With 30 rows"),
     "two ranks": ([("// world_size", "// 2")], "the weights are not"),
+    "three ranks": ([("// world_size", "// 3")], "on 2 ranks", "not always 3"),
+    "three hands": ([(SAMPLER, "DistributedSampler(rows, 3, rank, seed=0)")], "on 2 ranks"),
     "a fixed number of micro-batches": ([("loss / accumulate_steps", "loss / 2")], "With 30 rows"),
     "a fixed rate": ([("lr=lr", "lr=0.1")], "With 30 rows"),
     "a larger rate": ([("lr=lr", "lr=lr * world_size")], "world_size times as long"),
@@ -559,6 +561,39 @@ CHECKPOINTS = {
     "the step as a tensor": ([], [(DONE, 'return state["step"]')]),
     "more than is asked for": ([('"step":', '"seed": torch.tensor(1), "step":')], []),
     "set twice": ([], [(SET, SET + SET)]),
+    "a leftover comment": ([(TOGETHER, "# raise NotImplementedError\n    " + TOGETHER)], []),
+    "what it does is printed": (
+        [(TOGETHER, TOGETHER + '\n    print("saved", step)')],
+        [(LOAD, LOAD + '\n    print("loaded")')],
+    ),
+    "a barrier at the end": (
+        [("id=folder)", "id=folder)\n    dist.barrier()")],
+        [(SET, SET + "    dist.barrier()\n")],
+    ),
+    "arguments by name": (
+        [("dcp.save(", "dcp.save(state_dict=")],
+        [(LOAD, "dcp.load(state_dict=state, checkpoint_id=folder)")],
+    ),
+    "the step as fp64": ([("tensor(step)", "tensor(float(step)).double()")], [("tensor(0)", "tensor(0.0).double()")]),
+    "the step of numpy": ([], [(DONE, 'return np.int64(state["step"].item())')]),
+    "the weights alone, then the moments": (
+        [(TOGETHER, "weights = get_model_state_dict(model)\n    _, moments = get_state_dict(model, optimizer)")],
+        [],
+    ),
+    "moments on the CPU": (
+        [("(model, optimizer)\n", "(model, optimizer, options=StateDictOptions(cpu_offload=True))\n")],
+        [],
+    ),
+    "in one nest": (
+        [
+            (
+                '{"model": weights, "optimizer": moments, "step": torch.tensor(step)}',
+                '{"all": {"model": weights, "optimizer": moments, "step": torch.tensor(step)}}',
+            )
+        ],
+        [(LOAD, 'dcp.load({"all": state}, checkpoint_id=folder)')],
+    ),
+    "under no_grad": ([("def save", "@torch.no_grad()\ndef save")], [("def resume", "@torch.no_grad()\ndef resume")]),
     "from a copy": (
         [(TOGETHER, TOGETHER + "\n    weights = {name: weight.clone() for name, weight in weights.items()}")],
         [],
@@ -597,6 +632,20 @@ CHECKPOINT_MISTAKES = {
         [("checkpoint_id=folder)", "checkpoint_id=folder)\n    optimizer.state.clear()")],
         [],
         "goes on differently",
+    ),
+    "nan as the step": ([], [(DONE, "return float('nan')")], "nan"),
+    "a table of steps": ([], [(DONE, "return {3: 3}.get(state['step'].item())")], "None"),
+    "the step one further": ([], [(DONE, DONE + " + 1")], "resume returns step 4"),
+    "the moments of nobody": ([], [(SET, SET + "    optimizer.state.clear()\n")], "moments of AdamW"),
+    "weights that are not a number": (
+        [],
+        [(SET, SET + "    model[0].weight.data.mul_(float('nan'))\n")],
+        "weights are not those",
+    ),
+    "an error swallowed": (
+        ["def save(*_):\n    with contextlib.suppress(Exception):\n        dcp.save(None)"],
+        [],
+        "no file",
     ),
 }
 CHECKPOINT_ERRORS = {

@@ -99,6 +99,7 @@ def where(here: str) -> Iterator[None]:
 def check(title: str, seconds: float = 60.0) -> Callable:
     """Turn a function that calls `expect` into a check, which prints `title: verdict`.
 
+    An answer may not name a private function of the checks: that would be the check's own answer.
     What it draws from torch's generator is put back. The whole check runs in a thread of its own and has `seconds`;
     an answer that has not ended by then is stopped, and told so. What a single call into C does (a huge product, a
     huge power) cannot be stopped: limit the inputs.
@@ -484,6 +485,7 @@ def _cause(wrong: Mapping[int, str], ranks: int) -> str:
 def source(answer: Callable) -> str:
     """Text that defines an answer anywhere: itself, and the helpers, classes, imports and constants that it uses."""
     expect(answer.__name__ != "<lambda>", "Write your function with `def`: a lambda cannot be sent to processes.")
+    answer = inspect.unwrap(answer)  # what a decorator has wrapped
     cells = inspect.getclosurevars(answer).nonlocals if inspect.isfunction(answer) else {}
     space, texts, seen = {**answer.__globals__, **cells}, [], set()
 
@@ -492,10 +494,11 @@ def source(answer: Callable) -> str:
             return
         seen.add(name)
         own_name, module = getattr(value, "__name__", ""), getattr(value, "__module__", None)
-        at_home = getattr(value, "__globals__", None) is answer.__globals__ or module == answer.__module__
+        inner = inspect.unwrap(value) if inspect.isfunction(value) else value
+        at_home = getattr(inner, "__globals__", None) is answer.__globals__ or module == answer.__module__
         if isinstance(value, types.ModuleType):
             texts.append(f"import {own_name} as {name}")
-        elif at_home and (text := _text(value)):
+        elif at_home and (text := _text(inner)):
             for used in {node.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)} & space.keys():
                 add(used, space[used])
             texts.append(text if own_name == name else f"{text}\n{name} = {own_name}")

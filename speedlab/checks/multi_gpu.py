@@ -1,13 +1,15 @@
 """The checks of exercise 3, multi-GPU: a loop turned into DDP, five mistakes mended, a checkpoint in parts.
 
-Answers run on three real processes, which write down what the model reads and what they send. It is judged against
-the training of one process, and against simulated faults.
+Answers run on three real processes, that of task 1 on two of them as well. They write down what the model reads and
+what they send. It is judged against the training of one process, and against simulated faults.
 """
 
 import atexit
+import contextlib
 import functools
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -91,8 +93,9 @@ class _Traffic(TorchDispatchMode):
             ]
             largest = max((sum(t.nbytes for t in tensors) for tensors in floats), default=0)
             gathers = func.namespace == "_c10d_functional" and "all_gather" in name  # this one is given a part only
-            rounds = 2 if "reduce" in name and "scatter" not in name else RANKS if gathers else 1
-            self.sent += rounds * largest * (RANKS - 1) / RANKS
+            ranks = dist.get_world_size()
+            rounds = 2 if "reduce" in name and "scatter" not in name else ranks if gathers else 1
+            self.sent += rounds * largest * (ranks - 1) / ranks
         return func(*args, **(kwargs or {}))
 
 
@@ -117,34 +120,50 @@ def _weights(model: object) -> torch.Tensor:
 
 # --- Task 1 ---------------------------------------------------------------------------------------------------------
 
-# rows, epochs, batch, accumulate_steps, lr: each rank gets as many rows, and the last ones fill no micro-batch
-_TRAININGS = ((39, 2, 12, 2, 0.1), (30, 3, 9, 1, 0.05))
+# ranks, rows, epochs, batch, accumulate_steps, lr: each rank gets as many rows, and the last ones fill no micro-batch
+_TRAININGS = ((RANKS, 39, 2, 12, 2, 0.1), (RANKS, 30, 3, 9, 1, 0.05), (2, 26, 2, 12, 2, 0.1))
+
+
+@contextlib.contextmanager
+def _among(ranks: int) -> Iterator[None]:
+    """Inside, the first ranks are all there are: the default group is theirs."""
+    everybody = dist.group.WORLD
+    group = everybody if ranks == RANKS else dist.new_group(range(ranks), timeout=timedelta(seconds=20))
+    if dist.get_rank() < ranks:
+        dist.group.WORLD = group
+    try:
+        yield
+    finally:
+        dist.group.WORLD = everybody
 
 
 def _train_on_a_rank(rank: int, answer: Callable) -> list[dict]:
     reports = []
-    for count, *settings in _TRAININGS:
+    for ranks, count, *settings in _TRAININGS:
         model, rows = make_model(seed=rank), Rows(count, seed=1)
         read = _watched(model, rows)
-        with _Traffic() as traffic:
-            reached = answer(model, rows, *settings, rank, RANKS)
+        with _among(ranks), _Traffic() as traffic:
+            reached = answer(model, rows, *settings, rank, ranks) if rank < ranks else model
         expect(isinstance(reached, nn.Module), f"Return the model, not {type(reached).__name__}.")
         reports.append({"weights": _weights(reached), "read": read, "sent": traffic.sent})
     return reports
 
 
-def _trained(count: int, epochs: int, batch: int, accumulate_steps: int, lr: float, fault: str = "") -> torch.Tensor:
+def _trained(
+    ranks: int, count: int, epochs: int, batch: int, accumulate_steps: int, lr: float, fault: str = ""
+) -> torch.Tensor:
     """The weights that a right answer reaches, its ranks played in turn; or one with a well-known fault."""
     model, rows = make_model(0), Rows(count, seed=1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr * (RANKS if fault == "rate" else 1))
-    share = batch // (1 if fault == "accumulation" else accumulate_steps) // (1 if fault == "share" else RANKS)
-    scale = {"loss": 1, "twice": accumulate_steps * RANKS}.get(fault, accumulate_steps)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr * (ranks if fault == "rate" else 1))
+    parts = {"share": 1, "fixed": RANKS}.get(fault, ranks)
+    share = batch // (1 if fault == "accumulation" else accumulate_steps) // parts
+    scale = {"loss": 1, "twice": accumulate_steps * ranks}.get(fault, accumulate_steps)
     for epoch in range(epochs):
         order = torch.randperm(count, generator=torch.Generator().manual_seed(epoch + (fault == "seed")))
         order = torch.arange(count) if fault == "order" else order
-        hands = [order[rank::RANKS] for rank in range(RANKS)]
+        hands = [order[rank::ranks] for rank in range(ranks)]
         batches = [torch.cat(parts) for parts in zip(*(hand.split(share) for hand in hands), strict=True)]
-        batches = [b for b in batches if len(b) == share * RANKS or fault == "short"]
+        batches = [b for b in batches if len(b) == share * ranks or fault == "short"]
         for micro, chosen in enumerate(batches, start=1):
             loss = nn.functional.cross_entropy(model(rows.inputs[chosen]), rows.labels[chosen])
             (loss / scale).backward()
@@ -161,6 +180,7 @@ _TRAINING_FAULTS = {
     "A micro-batch is one of accumulate_steps parts of the batch: batch // accumulate_steps // world_size rows.": (
         "accumulation"
     ),
+    f"There are not always {RANKS} ranks: divide by world_size.": "fixed",
     "The loss of a micro-batch must be divided by accumulate_steps: their gradients are added up.": "loss",
     "The optimizer steps after every micro-batch. It should step once for accumulate_steps of them.": "alone",
     "DDP averages over the ranks already: do not divide by world_size as well.": "twice",
@@ -179,8 +199,9 @@ _TRAINING_FAULTS = {
 def train_ddp(answer: Callable[..., nn.Module]) -> None:
     """Equal to one process on the whole batch, each rank on its own rows, one gradient sent a step."""
     for case, found in zip(_TRAININGS, zip(*on_ranks(_train_on_a_rank, RANKS, answer), strict=True), strict=True):
-        count, epochs, batch, accumulate_steps, _ = case
-        with where(f"With {count} rows, a batch of {batch} and accumulate_steps={accumulate_steps}"):
+        ranks, count, epochs, batch, accumulate_steps, _ = case
+        found = found[:ranks]
+        with where(f"With {count} rows, a batch of {batch} and accumulate_steps={accumulate_steps} on {ranks} ranks"):
             reads = [[row for micro in report["read"] for row in micro] for report in found]
             expect(all(reads), "a rank sends no row through the model that it was given. Train that one.")
             _judge_hands(reads, epochs)
@@ -193,7 +214,7 @@ def train_ddp(answer: Callable[..., nn.Module]) -> None:
                 fail(f"the weights are not those of one process. {why}")
             _judge_copies(weights)
             steps, gradient = epochs * (count // batch), 4 * len(wanted)
-            sent, enough = max(report["sent"] for report in found), steps * 2 * gradient * (RANKS - 1) / RANKS
+            sent, enough = max(report["sent"] for report in found), steps * 2 * gradient * (ranks - 1) / ranks
             expect(
                 sent <= enough + 64 * steps,
                 f"the weights are right, but a rank sends {sent:,.0f} bytes of gradients in {steps} steps; "
