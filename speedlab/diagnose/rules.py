@@ -196,7 +196,8 @@ def _where(found: dict[str, int]) -> str:
 
 RULES = (
     Rule("checkpointing, or micro-batches", "9.6", "a third more FLOPs",
-         lambda c, d: f"peak {c.peak:,} bytes, limit {d.memory or 'none'}; saved for backward {c.saved:,}",
+         lambda c, d: f"peak {c.peak:,} bytes, {f'limit {d.memory:,}' if d.memory else 'no limit'}; "
+                      f"saved for backward {c.saved:,}",
          fault=lambda c, d: d.memory is not None and c.peak > d.memory),
     Rule("stop keeping what a step made", "9.6", "none",
          lambda c, d: f"{c.left_behind:,} bytes of each step stay alive after it",
