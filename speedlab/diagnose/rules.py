@@ -196,7 +196,7 @@ def _where(found: dict[str, int]) -> str:
 
 RULES = (
     Rule("checkpointing, or micro-batches", "9.6", "a third more FLOPs",
-         lambda c, d: f"peak {c.peak:,} bytes, {f'limit {d.memory:,}' if d.memory else 'no limit'}; "
+         lambda c, d: f"peak {c.peak:,} bytes, {f'limit {d.memory}' if d.memory else 'no limit'}; "
                       f"saved for backward {c.saved:,}",
          fault=lambda c, d: d.memory is not None and c.peak > d.memory),
     Rule("stop keeping what a step made", "9.6", "none",
