@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from speedlab import count
+from speedlab import count, machine
 from speedlab.diagnose import (
     RULES,
     DiagnoseError,
@@ -56,6 +56,19 @@ def test_counts_repeat():
     torch.set_num_threads(1 if torch.get_num_threads() > 1 else 2)
     torch.manual_seed(0)
     assert counts(job, breaks=False) == first
+
+
+def test_counting_16_bits_needs_no_hardware_for_them(monkeypatch):
+    """Where bf16 is slow its products are computed in fp32: the counts stay, and so do compilations."""
+    expected = counts(patients.healthy(), breaks=False)
+    monkeypatch.setattr(machine, "is_fast", lambda dtype: dtype == "fp32")
+    assert counts(patients.healthy(), breaks=False) == expected
+    assert counts(patients.recompiling(), breaks=False).recompiled > 0
+
+
+def test_a_fault_is_told_before_what_saves_more_time():
+    told = advise(counts(replace(patients.optimizer_bound(), step=patients.leak().step), breaks=False), DEVICE)
+    assert [a.technique for a in told[:2]] == ["stop keeping what a step made", "a fused optimizer"]
 
 
 def test_counts_of_a_linear_layer_are_its_formulas():

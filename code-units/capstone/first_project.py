@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 from speedlab import data
 from speedlab.diagnose import Job
 
-LONGEST, WIDTH, HEADS, LAYERS, BATCH = 128, 64, 4, 2, 32
+LONGEST, WIDTH, HEADS, LAYERS, BATCH = 128, 64, 4, 2, 16
 PAD, UNKNOWN = 0, 1
 
 
@@ -25,7 +25,7 @@ def words(text: str) -> list[str]:
 class Reviews(Dataset):
     """Texts as token ids (LONGEST,), padded; looked up word by word whenever a sample is asked for."""
 
-    def __init__(self, count: int = 1024):
+    def __init__(self, count: int = 320):
         reviews = data.reviews("generated")
         self.texts, self.labels = reviews.train_texts[:count], reviews.train_labels[:count]
         known = sorted({word for text in self.texts for word in words(text)})
@@ -152,6 +152,6 @@ def build() -> Job:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Train a small transformer to sort reviews.")
-    parser.add_argument("--steps", type=int, default=32)
+    parser.add_argument("--steps", type=int, default=20)
     for number, entry in enumerate(train(parser.parse_args().steps), 1):
         print(f"step {number}: loss {entry['loss']:.4f}, accuracy {entry['accuracy']:.2f}")

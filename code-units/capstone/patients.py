@@ -48,7 +48,7 @@ class Letters(Dataset):
 
     def __getitem__(self, i: int) -> tuple[torch.Tensor, int]:
         text = ",".join(str((i * 31 + k) % 97) for k in range(64))
-        return torch.tensor([float(number) for number in text.split(",")]).repeat(WIDTH // 64), i % CLASSES
+        return torch.tensor(list(map(float, text.split(",")))).repeat(WIDTH // 64), i % CLASSES
 
 
 def data() -> Job:
@@ -60,8 +60,10 @@ def host_waits() -> Job:
         optimizer.zero_grad()
         loss = loss_fn(model, batch)
         loss.backward()
-        norms = [p.grad.norm().item() for p in model.parameters()]
-        if max(norms) < 1e3 and loss.item() < 1e3:
+        largest = 0.0
+        for p in model.parameters():
+            largest = max(largest, p.grad.norm().item())
+        if largest < 1e3 and loss.item() < 1e3:
             optimizer.step()
         return loss
 

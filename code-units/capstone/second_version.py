@@ -11,10 +11,14 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 
-def trimmed(samples: list[tuple]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Samples as a batch whose width is that of its longest text; for `collate_fn`."""
-    tokens, labels = torch.stack([ids for ids, _ in samples]), torch.tensor([label for _, label in samples])
+def cut(batch: tuple) -> tuple[torch.Tensor, torch.Tensor]:
+    """A batch whose width is that of its longest text."""
+    tokens, labels = batch
     return tokens[:, : int((tokens != PAD).sum(1).max())], labels
+
+
+def collate(samples: list[tuple]) -> tuple[torch.Tensor, torch.Tensor]:
+    return cut((torch.stack([ids for ids, _ in samples]), torch.tensor([label for _, label in samples])))
 
 
 class OneCall(Attention):
@@ -39,7 +43,7 @@ def train(steps: int, seed: int = 0, every: int = 10) -> list[float]:
     ready = [dataset[i] for i in range(len(dataset))]
     optimizer, losses, waiting = fused(model), [], []
     while len(losses) + len(waiting) < steps:
-        for batch in DataLoader(ready, batch_size=BATCH, shuffle=True, collate_fn=trimmed):
+        for batch in DataLoader(ready, batch_size=BATCH, shuffle=True, collate_fn=collate):
             optimizer.zero_grad()
             loss = loss_fn(model, batch)
             loss.backward()
@@ -54,6 +58,6 @@ def train(steps: int, seed: int = 0, every: int = 10) -> list[float]:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Train a small transformer to sort reviews, faster.")
-    parser.add_argument("--steps", type=int, default=32)
+    parser.add_argument("--steps", type=int, default=20)
     for number, loss in enumerate(train(parser.parse_args().steps), 1):
         print(f"step {number}: loss {loss:.4f}")

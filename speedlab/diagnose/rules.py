@@ -185,13 +185,19 @@ def _share(saves: Callable[[Counts, Device], float], what: str) -> Callable[[Cou
     return lambda c, d: f"{saves(c, d) / max(estimate(c, d).total, 1e-12):.0%} of the step: {what}"
 
 
+def _rounded(number: int) -> int:
+    """Two digits: versions of Python differ by some calls."""
+    return round(number, 2 - len(str(number)))
+
+
 def _where(found: dict[str, int]) -> str:
     return "; ".join(f"{line} ({times} times)" for line, times in list(found.items())[:3]) or "nowhere"
 
 
 RULES = (
     Rule("checkpointing, or micro-batches", "9.6", "a third more FLOPs",
-         lambda c, d: f"peak {c.peak:,} bytes, limit {d.memory or 'none'}; saved for backward {c.saved:,}",
+         lambda c, d: f"peak {c.peak:,} bytes, {f'limit {d.memory}' if d.memory else 'no limit'}; "
+                      f"saved for backward {c.saved:,}",
          fault=lambda c, d: d.memory is not None and c.peak > d.memory),
     Rule("stop keeping what a step made", "9.6", "none",
          lambda c, d: f"{c.left_behind:,} bytes of each step stay alive after it",
@@ -204,7 +210,7 @@ RULES = (
     Rule("convert and move constant tensors once", "9.0", "none",
          lambda c, d: f"again in each step: {_where(c.moved_again)}", fault=lambda c, d: bool(c.moved_again)),
     Rule("load in other processes", "9.7", "memory for each worker",
-         lambda c, d: f"{c.calls_per_batch or 0:,} Python calls per batch, in the training process", _workers),
+         lambda c, d: f"about {_rounded(c.calls_per_batch or 0):,} Python calls per batch", _workers),
     Rule("do not wait for the device in every step", "9.0", "metrics are read later",
          lambda c, d: f"the host waits {sum(c.syncs.values())} times a step: {_where(c.syncs)}", _no_waits,
          lambda c, d: bool(c.syncs) and d.asynchronous),
