@@ -15,10 +15,11 @@ LAYERS = (
     {"claims", "compat", "count", "formats", "measure", "results"},
     {"data", "launch", "plots"},
     {"widgets"},
-    {"checks", "diagnose"},
+    {"diagnose"},
+    {"checks"},
 )
-# of speedlab without its packages data and checks
-MOST_LINES = 1720
+# of speedlab without its packages: data, diagnose, checks
+MOST_LINES = 1690
 PACKAGES = ("speedlab", "benchmarks")
 
 
