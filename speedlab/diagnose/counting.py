@@ -94,6 +94,7 @@ class Counts:
 def counts(job: Job, *, breaks: bool = True) -> Counts:
     """Count the fifth training step of a fresh model: by then the optimizer's state exists and caches are warm."""
     with untouched(), contextlib.ExitStack() as products:
+        torch._dynamo.reset()  # what an earlier count compiled would hide that this one compiles
         model, optimizer = job.built()
         # what the hardware lacks takes minutes and counts the same
         products.enter_context(compat.half_products(next((p.device for p in model.parameters()), "cpu")))
