@@ -17,11 +17,6 @@ from notebooks import ROOT, claims_in, find
 from speedlab.results import FOLDER, load, recorded
 
 README, PAGE = ROOT / "README.md", FOLDER / "README.md"
-# Units that are not written yet, in their place of the numbering: folder name -> what it will show.
-PLANNED = {
-    "9.9-smaller-models": "schedules, selective backprop, quantization, pruning, distillation",
-    "capstone": "all of it together, and on your own model",
-}
 LADDERS = ("vit", "distilbert", "to-accuracy")
 # Reading, thinking and running: words a minute of a technical text, and minutes a code cell.
 _WORDS_A_MINUTE, _MINUTES_A_CELL = 150, 0.7
@@ -51,15 +46,13 @@ def summary(path: Path) -> dict[str, object]:
 
 
 def syllabus() -> str:
-    """The table of units, one row a notebook, planned units marked as such, then the exercises."""
-    units: dict[str, list[Path]] = {name: [] for name in PLANNED}
+    """The table of units, one row a notebook, then the exercises."""
+    units: dict[str, list[Path]] = {}
     for path in find(["code-units"] if (ROOT / "code-units").exists() else []):
         units.setdefault(path.parent.name, []).append(path)
     rows = ["| unit | notebook | minutes | claims proven | planted faults caught |", "|---|---|---:|---:|---:|"]
     doubted = doubt.known_results()
     for unit, paths in sorted(units.items()):
-        if not paths:
-            rows.append(f"| {unit} | *planned*: {PLANNED[unit]} | | | |")
         for path in sorted(paths):
             found = summary(path)
             notebook = f"[{found['title']}]({found['path']}): {found['sentence']}"
