@@ -618,7 +618,9 @@ def by_bits(layers, batch, limit, overhead):
 
 
 def tied_differently(layers, batch, limit, overhead):
-    fitting = [p for p in checks._plans(layers, batch) if checks.peak_of(layers, *p) <= limit]
+    sets = [again for n in range(len(layers) + 1) for again in itertools.combinations(range(len(layers)), n)]
+    plans = itertools.product([m for m in range(1, batch + 1) if batch % m == 0], sets)
+    fitting = [p for p in plans if checks.peak_of(layers, *p) <= limit]
     return max(fitting, key=lambda p: (-checks.cost_of(layers, batch, overhead, *p), p), default=None)
 
 
