@@ -1,9 +1,11 @@
-"""Reading the answers that a notebook holds, without running the rest of it."""
+"""Answers for tests of the checks: read from a notebook without running the rest of it, or listed in a table."""
 
 import ast
 import json
 import linecache
 from pathlib import Path
+
+import pytest
 
 # names that answers use and that another cell of the notebook defines
 CONSTANTS = {"PRECISIONS", "loss_fn"}
@@ -28,3 +30,19 @@ def answers(notebook: Path) -> dict[str, object]:
 
     kept = [ast.unparse(node) for node in ast.parse(code).body if is_needed(node)]
     return defined("\n\n".join(kept), f"<{notebook.parent.name}>")
+
+
+def named(table: dict) -> list:
+    """The cases of a table {name: case}, each under its name; a tuple gives several arguments."""
+    return [pytest.param(*(case if isinstance(case, tuple) else (case,)), id=name) for name, case in table.items()]
+
+
+def attacks(table: dict) -> list:
+    """The cases of a table {name: (answer, words...)}, each under its name."""
+    return [pytest.param(answer, words, id=name) for name, (answer, *words) in table.items()]
+
+
+def endless(*_, **__):
+    """An answer that never ends."""
+    while True:
+        pass

@@ -7,6 +7,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
+from notebook_answers import attacks, named
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -16,16 +17,6 @@ from speedlab.checks import capstone as checks
 
 NAME = "exercise-10-capstone.ipynb"
 TASKS = ("diagnoses", "clip", "step", "attention", "at_most", "contradicted", "plan")
-
-
-def named(table: dict) -> list:
-    """The cases of a table of right answers, each under its name."""
-    return [pytest.param(answer, id=name) for name, answer in table.items()]
-
-
-def attacks(table: dict) -> list:
-    """The cases of a table {name: (answer, words...)}."""
-    return [pytest.param(answer, words, id=name) for name, (answer, *words) in table.items()]
 
 
 @pytest.mark.parametrize("task", TASKS)

@@ -12,7 +12,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from notebook_answers import defined
+from notebook_answers import attacks, defined, named
 from notebooks import ROOT
 
 from speedlab.checks import data_pipeline as checks
@@ -31,16 +31,6 @@ def little_patience(monkeypatch):
 def prose_of(name: str) -> list[list[str]]:
     cells = json.loads((ROOT / "solutions" / name).read_text(encoding="utf-8"))["cells"]
     return [cell["source"] for cell in cells if cell["cell_type"] == "markdown"]
-
-
-def named(table: dict) -> list:
-    """The cases of a table of right answers, each under its name."""
-    return [pytest.param(answer, id=name) for name, answer in table.items()]
-
-
-def attacks(table: dict) -> list:
-    """The cases of a table {name: (answer, words...)}."""
-    return [pytest.param(answer, words, id=name) for name, (answer, *words) in table.items()]
 
 
 @pytest.mark.parametrize("task", TASKS)

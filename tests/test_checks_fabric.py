@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.fabric import Fabric
-from notebook_answers import defined
+from notebook_answers import defined, named
 from torch import nn
 from torch.nn import functional as F
 
@@ -22,10 +22,6 @@ def changed(source: str, *changes: tuple[str, str]) -> object:
         assert source.count(old) == 1, old
         source = source.replace(old, new)
     return defined(source, "<answer>", torch=torch, np=np, nn=nn, F=F)["answer"]
-
-
-def named(table: dict) -> list:
-    return [pytest.param(*case, id=name) for name, case in table.items()]
 
 
 @pytest.mark.parametrize("task", TASKS)

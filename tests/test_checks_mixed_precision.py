@@ -6,7 +6,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from notebook_answers import defined
+from notebook_answers import attacks, defined, named
 from torch import nn
 
 from speedlab import count
@@ -15,16 +15,6 @@ from speedlab.checks import mixed_precision as checks
 NAME = "exercise-1-mixed-precision.ipynb"
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 TASKS = ("gap", "setting", "train_step", "saved_bytes", "break_even", "first_broken", "weights_lost", "safe_eps")
-
-
-def named(table: dict) -> list:
-    """The cases of a table of attacks, each under its name."""
-    return [pytest.param(*(case if isinstance(case, tuple) else (case,)), id=name) for name, case in table.items()]
-
-
-def attacks(table: dict) -> list:
-    """The cases of a table {name: (answer, words...)}."""
-    return [pytest.param(answer, words, id=name) for name, (answer, *words) in table.items()]
 
 
 @pytest.mark.parametrize("task", [*TASKS, "choose_scale", "machines"])

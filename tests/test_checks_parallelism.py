@@ -8,7 +8,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from notebook_answers import defined
+from notebook_answers import defined, named
 from torch import nn
 from torch.nn import functional as F
 
@@ -25,11 +25,6 @@ def changed(source: str, *changes: tuple[str, str]) -> object:
     names = dict(torch=torch, nn=nn, F=F, math=math, np=np, __name__="made")
     made = defined(source, f"<changed {hash(source)}>", **names)
     return next(value for name, value in reversed(made.items()) if getattr(value, "__module__", "") == "made")
-
-
-def named(table: dict) -> list:
-    """The cases of a table of attacks, each under its name."""
-    return [pytest.param(*(case if isinstance(case, tuple) else (case,)), id=name) for name, case in table.items()]
 
 
 @pytest.mark.parametrize(
