@@ -7,17 +7,16 @@ It touches nbval's internals, so nbval is pinned.
 """
 
 import ast
-import json
 import os
 import signal
 import time
-from pathlib import Path
 from queue import Empty
 
 import psutil
 import pytest
+import shard
 from nbval.plugin import IPyNbCell, IPyNbFile, comment_markers, metadata_tags
-from notebooks import FOLDERS, NOT_COMPARED, QUIET, RECORDED, ROOT, Printed, Watch, blank, claims_in, comparable
+from notebooks import FOLDERS, NOT_COMPARED, QUIET, ROOT, Printed, Watch, blank, claims_in, comparable
 
 # before anything imports torch, which reads this once; kernels and other child processes inherit it
 os.environ.update(QUIET)
@@ -167,16 +166,8 @@ def _cores() -> int:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items):
     """Put the slowest files first, so that none of them is left for the end, when the other workers are idle."""
-    seconds = {path: _expected_seconds(path) for path in {item.path for item in items}}
+    seconds = {path: shard.seconds(path) for path in {item.path for item in items}}
     items.sort(key=lambda item: (-seconds[item.path], str(item.path)))
-
-
-def _expected_seconds(path: Path) -> float:
-    """What a notebook took when it was recorded; for a file of tests a guess, since few of them take long."""
-    if path.suffix != ".ipynb":
-        return 20.0
-    recorded = json.loads(path.read_text(encoding="utf-8"))["metadata"].get(RECORDED, {})
-    return recorded.get("seconds", 30.0)
 
 
 def pytest_configure(config):

@@ -10,10 +10,10 @@ import sys
 import types
 
 import extras
+import hosted
 import nbformat
 import present
 import pytest
-import repository
 import slides
 import teaching
 import website
@@ -46,7 +46,7 @@ def test_links_lead_to_published_pages(before, after):
 
 def test_other_files_are_published_too(monkeypatch):
     assert website.linked("[l](../LICENSE)", "a/1.ipynb", PAGES) == ("[l](../LICENSE)", {"LICENSE"})
-    monkeypatch.setattr(repository, "REPOSITORY", "owner/name")
+    monkeypatch.setattr(hosted, "repository", lambda: "owner/name")
     assert (
         website.linked("[t](../tools)", "a/1.ipynb", PAGES)[0] == "[t](https://github.com/owner/name/tree/main/tools)"
     )
@@ -54,7 +54,7 @@ def test_other_files_are_published_too(monkeypatch):
 
 def test_badges_and_edit_links_need_an_address(monkeypatch):
     assert website.with_badges("# T\n\ntext", "code-units/a/1.ipynb") == "# T\n\ntext"
-    monkeypatch.setattr(repository, "REPOSITORY", "owner/name")
+    monkeypatch.setattr(hosted, "repository", lambda: "owner/name")
     row = website.with_badges("# T\n\ntext", "code-units/a/1.ipynb")
     assert row.startswith("# T\n\n<p") and row.endswith("text")
     assert "https://colab.research.google.com/github/owner/name/blob/hosted/code-units/a/1.ipynb" in row

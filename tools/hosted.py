@@ -69,6 +69,21 @@ def whole_course(repo: str) -> dict[str, str]:
     }
 
 
+def page(path: str, view: str = "blob") -> str:
+    """The address of a file (blob), a folder (tree) or an editor (edit) of the repository, or nothing."""
+    repo = repository()
+    return f"https://github.com/{repo}/{view}/main/{path}" if repo else ""
+
+
+def badges(path: str) -> list[tuple[str, str]]:
+    """For the site: names and addresses of the places that can open a notebook, and of the page that edits it."""
+    repo = repository()
+    if not repo:
+        return []
+    places = links(ROOT / path, repo) if path.endswith(".ipynb") else {}
+    return [(f"Open in {place}", link) for place, link in places.items()] + [("Edit this page", page(path, "edit"))]
+
+
 def with_set_up(notebook: nbformat.NotebookNode, folder: str, repo: str) -> nbformat.NotebookNode:
     """The notebook with a set-up cell before its first code cell; the cells themselves stay as they are."""
     made = copy.deepcopy(notebook)

@@ -15,9 +15,9 @@ from pathlib import Path, PurePosixPath
 import extras
 import nbformat
 import teaching
+from hosted import badges, page
 from notebooks import ROOT, find
 from readme import summary
-from repository import badges, page
 
 from exercises import BLOCK  # isort: skip
 
