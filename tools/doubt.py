@@ -26,7 +26,7 @@ from pathlib import Path
 import nbformat
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
-from notebooks import QUIET, RECORDED, ROOT, find, same_outputs
+from notebooks import KERNEL, QUIET, RECORDED, ROOT, find, same_outputs
 from tqdm import tqdm
 
 RESULTS = ROOT / "results" / "doubt" / "units.json"
@@ -187,7 +187,7 @@ def try_fault(path: Path, fault: Fault | None) -> str:
         code.source = code.source[: fault.start] + fault.text + code.source[fault.end :]
     limit = 60 + 3 * int(stored.metadata.get(RECORDED, {}).get("seconds", 60))
     where = {"metadata": {"path": str(path.parent)}}
-    client = _Doubted(stored, doubted, timeout=limit, kernel_name="python3", coalesce_streams=True, resources=where)
+    client = _Doubted(stored, doubted, timeout=limit, coalesce_streams=True, resources=where, **KERNEL)
     try:
         client.execute()
     except CellExecutionError as error:

@@ -32,6 +32,8 @@ QUIET = {
     # threads that wait for each other spin by default: beside one busy process, that takes ten times as long
     "OMP_WAIT_POLICY": "passive",
 }
+# A kernel warns on the terminal that it talks over TCP, which here means within this machine.
+KERNEL = {"kernel_name": "python3", "extra_arguments": ["--IPKernelApp.log_level=ERROR"]}
 # In a code cell's metadata: a hash of the code, from the first cell to this one, that made the stored output.
 MADE_BY = "made_by"
 # In a notebook's metadata: how busy the machine was when the stored outputs were made, and whether that was quiet.
@@ -185,10 +187,10 @@ def execute(notebook: nbformat.NotebookNode, folder: Path, timeout: int = 600) -
     NotebookClient(
         notebook,
         timeout=timeout,
-        kernel_name="python3",
         record_timing=False,
         coalesce_streams=True,
         resources={"metadata": {"path": str(folder)}},
+        **KERNEL,
     ).execute()
     for cell, made_by in zip(_code_cells(notebook), code_hashes(notebook, folder), strict=True):
         cell.metadata[MADE_BY] = made_by

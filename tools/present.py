@@ -21,7 +21,7 @@ import extras
 import nbformat
 import slides
 from nbclient import NotebookClient
-from notebooks import QUIET, ROOT, find
+from notebooks import KERNEL, QUIET, ROOT, find
 
 PRESENT = ROOT / "build" / "present"
 
@@ -51,9 +51,7 @@ def rehearse(path: Path, folder: Path) -> list[dict]:
     """Run the lesson once, so that caches are filled; return the seconds of each code cell."""
     os.environ.update(QUIET)
     notebook = nbformat.read(path, as_version=4)
-    NotebookClient(
-        notebook, timeout=600, kernel_name="python3", resources={"metadata": {"path": str(folder)}}
-    ).execute()
+    NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(folder)}}, **KERNEL).execute()
     seconds = []
     for cell in notebook.cells:
         if cell.cell_type == "code":
