@@ -6,9 +6,11 @@ nbconvert turns Markdown and code into HTML; reveal.js and MathJax are copied be
 import ast
 import base64
 import html
+import math
 import re
 import shutil
 import struct
+from itertools import zip_longest
 from pathlib import Path
 
 import extras
@@ -17,7 +19,7 @@ from nbconvert.filters import Highlight2HTML, markdown2html, strip_ansi
 
 ROOT = Path(__file__).resolve().parents[1]
 WIDE = 95  # characters in a line of code, from which on it is set smaller
-ROWS = 13  # of a table that stay on one slide
+ROWS = 13  # of a table that stay on one slide, if a line holds each
 LINES = 22  # of code or text that stay on one slide
 ROOM = 600  # pixels of a slide's 720 that its parts may take, by estimate; the page itself shrinks what is higher
 _CUT, _GAP = r"(?m)^(?=#{1,3} |> \*\*Predict)", r"\n\s*\n"
@@ -96,8 +98,9 @@ def shown(cell: nbformat.NotebookNode) -> list[tuple[str, float]]:
             picture = f'<img alt="{alt}" src="data:image/png;base64,{data["image/png"].strip()}">'
             made.append((picture, min(high, 430) + 10))
         elif "text/html" in data:
-            tables = [f'<div class="table">{table}</div>' for table in _tables(data["text/html"])]
-            made += [(table, 36.0 * (table.count("<tr") + 1)) for table in tables]
+            lines = _lines_of_a_row(data["text/html"])
+            tables = [f'<div class="table">{table}</div>' for table in _tables(data["text/html"], ROWS // lines)]
+            made += [(table, 36.0 * lines * (table.count("<tr") + 1)) for table in tables]
         elif "text/markdown" in data:
             for block in _split(_GAP, data["text/markdown"]):
                 fence, *lines = block.removesuffix("```").rstrip().splitlines()
@@ -112,13 +115,22 @@ def shown(cell: nbformat.NotebookNode) -> list[tuple[str, float]]:
     return made
 
 
-def _tables(table: str) -> list[str]:
-    """A long table as several, each with the head of the whole."""
+def _lines_of_a_row(table: str) -> int:
+    """How many lines a row takes: a table that is wider than a slide breaks the words of its longest columns."""
+    rows = [re.findall(r"(?s)<t[dh].*?</t[dh]>", row) for row in re.findall(r"(?s)<tr.*?</tr>", table)]
+    lengths = [[len(re.sub("<[^>]+>", "", cell)) for cell in row] for row in rows]
+    columns = [max(column) for column in zip_longest(*lengths, fillvalue=0)]
+    wide = sum(9 * length + 28 for length in columns)  # pixels, with the padding of a cell
+    return max(1, math.ceil(wide / 1180))
+
+
+def _tables(table: str, most: int) -> list[str]:
+    """A long table as several of about so many rows, each with the head of the whole."""
     found = re.fullmatch(r"(?s)(.*<tbody>)(.*)(</tbody>.*)", table)
     rows = re.findall(r"(?s)<tr.*?</tr>", found[2]) if found else []
-    if len(rows) <= ROWS + 1:
+    if len(rows) <= most + 1:
         return [table]
-    return [found[1] + "".join(rows[i : i + ROWS]) + found[3] for i in range(0, len(rows), ROWS)]
+    return [found[1] + "".join(rows[i : i + most]) + found[3] for i in range(0, len(rows), most)]
 
 
 def _markdown(text: str) -> str:
