@@ -48,6 +48,14 @@ def test_a_line_that_only_prints_or_explains_is_not_deleted():
     assert set(planted("'What it does.'\nprint('four')\nmodel.train()")) == {"deleted: model.train()"}
 
 
+@pytest.mark.parametrize("test", ['device.type == "cuda"', "torch.cuda.is_available()"])
+def test_what_only_a_gpu_runs_is_spared(test):
+    changed = planted(f"n = 64 if {test} else 8").values()
+    assert all("64" in source for source in changed) and any("else 9" in source for source in changed)
+    changed = planted(f"if {test}:\n    n = 64\nelse:\n    n = 8").values()
+    assert all("64" in source for source in changed) and any("n = 9" in source for source in changed)
+
+
 def test_columns_are_counted_in_characters():
     assert "t = 'µs'; y = a - 1" in planted("t = 'µs'; y = a + 1").values()
 

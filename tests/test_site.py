@@ -327,11 +327,17 @@ def test_a_long_output_is_cut_into_slides_that_fit():
     assert all(sum(f"line {i}\n" in slide + "\n" or f"line {i}<" in slide for slide in made) == 1 for i in range(100))
 
 
-def test_a_long_table_keeps_its_head():
-    rows = [f"<tr><td>{i}</td></tr>" for i in range(30)]
-    parts = slides._tables(f"<table><thead><tr><th>n</th></tr></thead><tbody>{''.join(rows)}</tbody></table>")
-    assert [part.count("<td>") for part in parts] == [13, 13, 4]
-    assert all("<th>n</th>" in part and part.endswith("</tbody></table>") for part in parts)
+@pytest.mark.parametrize("cell, counts", [("short", [13, 13, 4]), ("long " * 60, [4] * 7 + [2])])
+def test_a_long_table_keeps_its_head_and_a_wide_one_is_cut_shorter(cell, counts):
+    rows = [f"<tr><td>{i} {cell}</td></tr>" for i in range(30)]
+    table = f"<table><thead><tr><th>n</th></tr></thead><tbody>{''.join(rows)}</tbody></table>"
+    parts = [part for part, _ in slides.shown(nbformat.v4.new_code_cell(outputs=[display_of(table)]))]
+    assert [part.count("<td>") for part in parts] == counts
+    assert all("<th>n</th>" in part and part.endswith("</tbody></table></div>") for part in parts)
+
+
+def display_of(html):
+    return nbformat.v4.new_output("display_data", {"text/html": html})
 
 
 def test_a_live_copy_leaves_the_original_as_it_is(tmp_path, monkeypatch):

@@ -1,8 +1,8 @@
 """Plant small faults in the lessons' own code, and count how many the proof notices: by a claim, by the comparison.
 
 For each notebook a seeded sample of changes is drawn: an operator, a constant, a dtype, a keyword left out, a
-line deleted; never in imports, figures, widgets, guesses, in what is timed, or in the claims themselves. With
-one change at a time the notebook runs again from the top in a fresh kernel. What is found goes to
+line deleted; never in imports, figures, widgets, guesses, in what is timed, in what only a GPU runs, or in the claims
+themselves. With one change at a time the notebook runs again from the top in a fresh kernel. What is found goes to
 results/doubt/units.json; a run goes on where it stopped. After a change of the notebook, survivors are tried again,
 and faults that no longer fit give way to others. A survivor that changes nothing a reader could notice is listed
 with its reason in tools/equivalent_faults.json.
@@ -134,6 +134,9 @@ def _lesson_code(node: ast.AST) -> Iterator[ast.AST]:
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.Import | ast.ImportFrom | ast.JoinedStr):
             continue
+        if isinstance(node, ast.If | ast.IfExp) and "cuda" in ast.unparse(node.test):
+            if child in (node.body if isinstance(node, ast.If) else [node.body]):
+                continue  # a run without a GPU cannot doubt what only a GPU runs
         if isinstance(child, ast.keyword) and child.arg in _SPARED_KEYWORDS:
             continue
         if isinstance(child, ast.Call | ast.Expr | ast.Assign | ast.FunctionDef | ast.With) and _spared(child):
