@@ -318,11 +318,11 @@ def _answer(opener: urllib.request.OpenerDirector, address: str):
 
 
 def test_lab_prints_an_address_that_answers(tmp_path):
-    """Started as `lab` starts it; Markdown opens as a page, and one Ctrl-C ends it."""
+    """Started as `lab` starts it; Markdown opens as a page beside its contents, and one Ctrl-C ends it."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "jupyterlab", "--config=tools/lab/config.json", "--no-browser", f"--port={port}"]
+    command = [sys.executable, "-m", "jupyterlab", "--config=tools/lab/config.py", "--no-browser", f"--port={port}"]
     variables = {**os.environ, **{f"JUPYTER_{kind}_DIR": str(tmp_path / kind) for kind in ("CONFIG", "RUNTIME")}}
     variables.pop("JUPYTER_TOKEN", None)
     with subprocess.Popen(command, cwd=ROOT, env=variables, stderr=subprocess.PIPE, text=True) as lab:
@@ -333,6 +333,8 @@ def test_lab_prints_an_address_that_answers(tmp_path):
             assert _answer(proxy_free, address).status == 200
             viewers = address.replace("tree/README.md", "api/settings/@jupyterlab/docmanager-extension:plugin")
             assert "Markdown Preview" in proxy_free.open(viewers, timeout=20).read().decode()
+            layout = address.replace("lab/tree/README.md", "lab/api/workspaces/default")
+            assert "@jupyterlab/toc:plugin" in proxy_free.open(layout, timeout=20).read().decode()
             lab.send_signal(signal.SIGINT)
             lab.stderr.read()
             assert lab.wait(20) == 0

@@ -19,7 +19,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-COMMANDS = {"lab": "-m jupyterlab --config=tools/lab/config.json", "test": "-m pytest --nbval", "run": ""}
+COMMANDS = {"lab": "-m jupyterlab --config=tools/lab/config.py", "test": "-m pytest --nbval", "run": ""}
 ROOT = Path(__file__).resolve().parents[1]
 VENV, BIN = ROOT / ".venv", "Scripts" if os.name == "nt" else "bin"
 PYTHON = str(VENV / BIN / "python") + (".exe" if os.name == "nt" else "")

@@ -125,7 +125,7 @@ def main() -> None:
     if given.prepare or given.restore:
         return
     print(f"The slides are at {serve(home / 'slides')} while this runs; S opens the speaker's view.", flush=True)
-    lab = [sys.executable, "-m", "jupyterlab", "--config=tools/lab/config.json"]
+    lab = [sys.executable, "-m", "jupyterlab", "--config=tools/lab/config.py"]
     sys.exit(subprocess.call([*lab, f"--LabApp.default_url=/lab/tree/{copy}"], cwd=ROOT))
 
 

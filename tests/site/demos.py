@@ -134,9 +134,9 @@ def test_the_live_copy_reveals_nothing_early(browser, tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "jupyterlab", f"--config={ROOT}/tools/lab/config.json", "--no-browser"]
+    command = [sys.executable, "-m", "jupyterlab", f"--config={ROOT}/tools/lab/config.py", "--no-browser"]
     command += [f"--port={port}", "--IdentityProvider.token=", f"--ServerApp.root_dir={tmp_path}"]
-    command += [f"--LabApp.app_settings_dir={ROOT}/tools/lab"]
+    command += [f"--LabApp.workspaces_dir={tmp_path / 'workspaces'}"]
     variables = {f"JUPYTER_{kind}_DIR": str(tmp_path / kind) for kind in ("CONFIG", "RUNTIME", "DATA")}
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     with subprocess.Popen(command, cwd=tmp_path, env={**os.environ, **variables}, **quiet) as lab:
