@@ -1,12 +1,16 @@
 """The diagnosis of a training step: planted patients, models that others wrote, bad input, all put back."""
 
 import copy
+import functools
 import random
 from dataclasses import replace
 
+import first_project
 import numpy as np
 import patients
 import pytest
+import second_version
+import techniques
 import torch
 import torch.distributed as dist
 import torchvision
@@ -18,6 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from speedlab import count, machine
 from speedlab.diagnose import (
     RULES,
+    Device,
     DiagnoseError,
     Job,
     advise,
@@ -29,6 +34,7 @@ from speedlab.diagnose import (
 )
 from speedlab.diagnose.__main__ import main, size
 from speedlab.diagnose.climb import RUNGS, apart, blocks, climb, trains
+from speedlab.diagnose.report import duration
 
 DEVICE = patients.DEVICE
 
@@ -196,6 +202,21 @@ def detector() -> Job:
     )
 
 
+def gpt2() -> nn.Module:
+    tokens = dict(vocab_size=100, bos_token_id=1, eos_token_id=2)
+    config = transformers.GPT2Config(n_embd=32, n_layer=2, n_head=2, loss_type="ForCausalLM", **tokens)
+    return transformers.GPT2LMHeadModel(config)
+
+
+def recurrent() -> Job:
+    return Job(
+        Recurrent,
+        lambda n: torch.randint(0, 50, (n, 20)),
+        lambda model, ids: F.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten()),
+        lambda model: torch.optim.AdamW(model.parameters()),
+    )
+
+
 MODELS = torchvision.models
 FOREIGN = {
     "resnet50": lambda: vision(lambda: MODELS.resnet50(num_classes=10)),
@@ -207,19 +228,7 @@ FOREIGN = {
         lambda: transformers.BertForSequenceClassification(transformers.BertConfig(**SMALL)),
         lambda n: {**tokens(n), "labels": torch.randint(0, 2, (n,))},
     ),
-    "gpt2": lambda: language(
-        lambda: transformers.GPT2LMHeadModel(
-            transformers.GPT2Config(
-                vocab_size=100,
-                n_embd=32,
-                n_layer=2,
-                n_head=2,
-                bos_token_id=1,
-                eos_token_id=2,
-                loss_type="ForCausalLM",
-            )
-        )
-    ),
+    "gpt2": lambda: language(gpt2),
     "llama": lambda: language(lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL))),
     "t5": lambda: language(lambda: transformers.T5ForConditionalGeneration(transformers.T5Config(**T5))),
     "whisper": lambda: Job(
@@ -229,12 +238,7 @@ FOREIGN = {
         lambda model: torch.optim.AdamW(model.parameters()),
         batch_size=2,
     ),
-    "lstm": lambda: Job(
-        Recurrent,
-        lambda n: torch.randint(0, 50, (n, 20)),
-        lambda model, ids: F.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten()),
-        lambda model: torch.optim.AdamW(model.parameters()),
-    ),
+    "lstm": recurrent,
     "graph": lambda: Job(
         Graph,
         lambda n: (torch.randn(n, 8), torch.randint(0, n, (2, 4 * n))),
@@ -258,6 +262,80 @@ def test_models_that_others_wrote(name):
     assert len(advise(found, DEVICE)) == len(RULES)
     whole = estimate(found, DEVICE)
     assert whole.total == pytest.approx(sum(whole.by_phase.values()))
+
+
+def eager_bert(attention: str = "eager", length: int = 12) -> Job:
+    """A BERT that writes its attention out, on texts that have half of `length` at least; one is padded."""
+    config = transformers.BertConfig(**SMALL, attn_implementation=attention, attention_probs_dropout_prob=0.0)
+
+    def batch(n: int) -> dict:
+        lengths = torch.linspace(6, length - 1, n).long()[:, None]
+        mask = (torch.arange(length) < lengths).long()
+        return {"input_ids": torch.randint(5, 90, mask.shape), "attention_mask": mask, "labels": torch.arange(n) % 2}
+
+    return language(lambda: transformers.BertForSequenceClassification(config), batch)
+
+
+def one_call() -> Job:
+    """The slow script with all heads in one call."""
+    job = first_project.build()
+    words = len(job.loader.dataset.vocabulary) + 2
+    return replace(job, make_model=lambda: first_project.Classifier(words, second_version.OneCall))
+
+
+def larger(job: Job) -> Job:
+    return replace(job, batch_size=4 * job.batch_size)
+
+
+WRITTEN, FUSED = (functools.partial(techniques.Classifier, fused=fused) for fused in (False, True))
+APPLIED = {
+    "padding": [
+        ("batches of similar length", techniques.slow(make_model=model, batch_size=size),
+         techniques.slow(make_model=model, batch_size=size, make_batch=techniques.similar))
+        for model in (WRITTEN, FUSED) for size in (16, 64)
+    ] + [("batches of similar length", eager_bert(length=256), eager_bert(length=131))],
+    "attention": [
+        ("scaled_dot_product_attention", techniques.slow(), techniques.slow(make_model=FUSED)),
+        ("scaled_dot_product_attention", eager_bert(), eager_bert("sdpa")),
+        ("scaled_dot_product_attention", first_project.build(), one_call()),
+    ],
+    "batch": [
+        ("a larger batch", job, larger(job))
+        for job in (patients.optimizer_bound(), patients.healthy(), techniques.slow(), language(gpt2), recurrent())
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", APPLIED)
+def test_a_technique_saves_no_more_than_its_rule_says(kind):
+    """Recounted with the technique in place, per sample, on two devices, with bytes from memory and for nothing."""
+    other = Device("another", 5e-6, 5e10, {"fp32": 2e12, "bf16": 8e12})
+    devices = [d for one in (DEVICE, other) for d in (one, replace(one, bandwidth=float("inf")))]
+    for technique, slow, mended in APPLIED[kind]:
+        rule = next(rule for rule in RULES if rule.technique == technique)
+        before, after = counts(slow, breaks=False), counts(mended, breaks=False)
+        for device in devices:
+            left = estimate(after, device).total * slow.batch_size / mended.batch_size
+            saved, most = estimate(before, device).total - left, rule.saves(before, device)
+            assert saved <= most + 1e-12, (technique, device, saved, most)
+
+
+def test_backward_belongs_to_the_module_of_its_forward():
+    """A product of two activations has two gradients, and they count where it does."""
+    products: dict[str, list[str]] = {}
+    for o in counts(eager_bert(), breaks=False).operations:
+        products.setdefault(o.module, []).extend([o.phase] * (o.name == "bmm"))
+    found = {module: (ran.count("forward"), ran.count("backward")) for module, ran in products.items() if ran}
+    assert found == {f"bert.encoder.layer.{i}.attention.self": (2, 4) for i in range(SMALL["num_hidden_layers"])}
+
+
+def test_what_does_not_fit_without_its_activations_needs_a_smaller_state():
+    """AdamW's state alone is over the limit: nothing that is saved for backward could be given up for it."""
+    found = counts(patients.optimizer_bound(), breaks=False)
+    told = advise(found, DEVICE, memory=(found.parameters + found.gradients + found.optimizer) // 2)
+    faults = [a.technique for a in told if a.helps and "fused" not in a.technique]
+    assert faults[0] == "a smaller state (LoRA, FSDP, an 8-bit optimizer)"
+    assert "checkpointing, or micro-batches" not in faults
 
 
 def test_waits_are_named_by_the_line_that_makes_them():
@@ -372,6 +450,34 @@ def test_a_hugging_face_model_with_its_arguments(tmp_path):
     assert found.batch_size == 3 and found.optimizer > 0
 
 
+def test_batch_and_model_are_on_the_device_of_the_arguments(tmp_path, monkeypatch):
+    """On a GPU the Trainer would move the model, and leave the batch."""
+    arguments = transformers.TrainingArguments(tmp_path, use_cpu=True)
+    monkeypatch.setattr(type(arguments), "device", torch.device("meta"))
+    job = from_transformers(transformers.BertModel(transformers.BertConfig(**SMALL)), arguments, tokens(2))
+    assert {t.device.type for t in (*job.make_model().parameters(), *job.batch().values())} == {"meta"}
+
+
+@pytest.mark.parametrize("place", ["training_step", "configure_optimizers"])
+def test_a_module_that_asks_for_its_trainer_gets_a_sentence(place):
+    import lightning
+
+    class Attached(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 2)
+
+        def training_step(self, batch, index):
+            return self.layer(batch).sum() * (self.trainer.max_epochs if place == "training_step" else 1)
+
+        def configure_optimizers(self):
+            steps = self.trainer.estimated_stepping_batches if place == "configure_optimizers" else 1
+            return torch.optim.SGD(self.parameters(), lr=1 / steps)
+
+    with pytest.raises(DiagnoseError, match="asks for its Trainer, and a diagnosis has none"):
+        counts(from_lightning(Attached(), [torch.ones(2, 4)]), breaks=False)
+
+
 @pytest.mark.parametrize("name", [name for name in RUNGS if name not in ("torch.compile", "bf16 autocast")])
 def test_a_rung_computes_the_same(name):
     """Each change leaves the gradients as they are, on a model of several blocks."""
@@ -425,13 +531,28 @@ def test_the_command_line_writes_a_page_that_needs_no_network(tmp_path, capsys):
         encoding="utf-8",
     )
     page = tmp_path / "report.html"
-    assert main([f"{script}:build", "--minutes", "0", "--out", str(page)]) == 0
+    assert main([f"{script}:build", "--minutes", "0", "--steps", "10000", "--out", str(page)]) == 0
     said, html = capsys.readouterr().out, page.read_text(encoding="utf-8")
+    assert "10,000 steps" in said and "all of them take" in said
     assert "waits most for" in said and "<h2>What helps, in order</h2>" in html
     assert "http" not in html and 'src="data:image/png;base64,' in html
     assert main([f"{tmp_path / 'none.py'}:build"]) == 1
     assert main([f"{script}"]) == 1
     assert "no function" in capsys.readouterr().err
+
+
+def test_planned_steps_are_told_in_time():
+    """Steps times the estimate, and of that the share that a bound leaves out."""
+    report = diagnose(patients.compute_bound(), DEVICE, steps=10**6)
+    rows = {row[0]: row[1] for row in report.planned().rows}
+    total, (low, high) = 1e6 * report.estimate.total, report.advice[0].at_most
+    assert rows["all of them take"] == f"{total / 3600:.2g} h"
+    saved = f"{total * (1 - 1 / low) / 3600:.2g} h to {total * (1 - 1 / high) / 3600:.2g} h"
+    assert rows["bf16 autocast saves at most"] == saved
+
+
+def test_durations_are_told_in_two_digits():
+    assert [duration(s) for s in (1.234, 119, 150, 7200, 1e6)] == ["1.2 s", "119 s", "2.5 min", "2 h", "278 h"]
 
 
 def test_sizes_are_read():

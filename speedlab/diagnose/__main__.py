@@ -1,4 +1,4 @@
-"""python -m speedlab.diagnose my_training.py:build [--minutes 3] [--memory 16GiB] [--climb] [--out report.html]"""
+"""The command line: python -m speedlab.diagnose my_training.py:build; --help lists its options."""
 
 import argparse
 import re
@@ -24,11 +24,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("place", metavar="file.py:function", help="a function without arguments that returns a Job")
     parser.add_argument("--minutes", type=float, default=3.0, help="time for clocks, in all (3)")
     parser.add_argument("--memory", type=size, help="the limit that the peak must keep, such as 16GiB")
+    parser.add_argument("--steps", type=int, help="the steps that you plan, to say how long they take")
     parser.add_argument("--climb", action="store_true", help="apply what is advised to copies, prove and time it")
     parser.add_argument("--out", type=Path, help="write a report there: .html or .json")
     given = parser.parse_args(arguments)
     try:
-        found = diagnose(load(given.place), memory=given.memory, seconds=60 * given.minutes, climbing=given.climb)
+        job, seconds = load(given.place), 60 * given.minutes
+        found = diagnose(job, memory=given.memory, seconds=seconds, climbing=given.climb, steps=given.steps)
     except DiagnoseError as error:
         print(error, file=sys.stderr)
         return 1

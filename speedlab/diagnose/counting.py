@@ -41,7 +41,10 @@ _OURS = tuple(str(Path(file).parent) + os.sep for file in (__file__, torch.__fil
 
 @dataclass(frozen=True)
 class Operation:
-    """One operation: its name, dtype, phase, module, FLOPs and bytes; `collective` between processes."""
+    """One operation: its name, dtype, phase, module, FLOPs and bytes; `collective` between processes.
+
+    `fixed` are the bytes that a larger batch would not raise: of tensors as large as a parameter.
+    """
 
     name: str
     dtype: str
@@ -50,6 +53,7 @@ class Operation:
     flops: int
     bytes: int
     collective: bool = False
+    fixed: int = 0
 
 
 @dataclass(frozen=True)
@@ -151,6 +155,8 @@ class _Watch(TorchDispatchMode):
         self.held: dict[weakref.ref, int] = {}
         self.live = self.peak = 0
         self.modules, self.stepping, self._seen = ModuleTracker(), False, set()
+        self.module_of: dict[int, str] = {}
+        self.shapes = {tuple(sorted(p.shape)) for p in model.parameters()}
         for tensor in self.kept():
             self.hold(tensor)
         self.before = set(self.held)
@@ -175,6 +181,7 @@ class _Watch(TorchDispatchMode):
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         name = func._schema.name.split("::")[-1]
+        where = self.where()
         if name in _WAITS:
             self.sync()
         if func.is_view or name in _NOTHING_LAUNCHED or func.namespace not in ("aten", "c10d", "_c10d_functional"):
@@ -185,13 +192,23 @@ class _Watch(TorchDispatchMode):
         counter = flop_registry.get(func._overloadpacket)
         flops = int(counter(*args, **kwargs, out_val=out)) if counter else 0
         dtype = count.dtype_name((taken or given)[0].dtype) if taken or given else ""
-        moved = sum(_bytes(t) for t in (*taken, *given))
+        moved, fixed = (
+            sum(_bytes(t) for t in (*taken, *given) if every or tuple(sorted(t.shape)) in self.shapes)
+            for every in (True, False)
+        )
         # a backward runs as a task of autograd's engine, whoever started it
         phase = OPTIMIZER if self.stepping else BACKWARD if torch._C._current_graph_task_id() != -1 else FORWARD
-        inside = max(self.modules.parents - {"Global"}, key=lambda name: (name.count("."), name), default="")
-        where = inside.partition(".")[2]
-        self.operations.append(Operation(name, dtype, phase, where, flops, moved, func.namespace != "aten"))
+        self.operations.append(Operation(name, dtype, phase, where, flops, moved, func.namespace != "aten", fixed))
         return out
+
+    def where(self) -> str:
+        """The module that the running operation belongs to; in backward, that of the forward operation."""
+        inside = max(self.modules.parents - {"Global"}, key=lambda name: (name.count("."), name), default="")
+        module, node = inside.partition(".")[2], torch._C._current_autograd_node()
+        if node is None or torch.is_grad_enabled():  # forward, or computed again in backward
+            self.module_of.setdefault(torch.autograd._get_sequence_nr() - 1, module)
+            return module
+        return self.module_of.get(node._sequence_nr(), module)
 
     def hold(self, tensor: torch.Tensor) -> None:
         """Count a tensor's storage as live until it is freed."""

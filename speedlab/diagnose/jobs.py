@@ -91,6 +91,19 @@ class Job:
         return loss
 
 
+@contextlib.contextmanager
+def _without_trainer() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        if "not attached to a `Trainer`" not in str(error):
+            raise
+        raise DiagnoseError(
+            "The module asks for its Trainer, and a diagnosis has none. Leave self.trainer out of training_step and "
+            "configure_optimizers, or write a Job with a loss_fn and a make_optimizer of your own."
+        ) from error
+
+
 def from_lightning(module, loader: Iterable, batch_size: int | None = None) -> Job:
     """The job of a LightningModule and its training loader. Batches are the loader's first one, cut or repeated."""
     with untouched():  # a loader draws a seed for its workers
@@ -98,10 +111,12 @@ def from_lightning(module, loader: Iterable, batch_size: int | None = None) -> J
     if first is None:
         raise DiagnoseError("The loader gives no batch.")
 
+    @_without_trainer()
     def loss_fn(model: nn.Module, batch: object) -> torch.Tensor:
         said = model.training_step(batch, 0)
         return said["loss"] if isinstance(said, dict) else said
 
+    @_without_trainer()
     def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
         said = model.configure_optimizers()
         while isinstance(said, tuple | list):  # optimizers, or a pair of optimizers and schedules
@@ -113,12 +128,12 @@ def from_lightning(module, loader: Iterable, batch_size: int | None = None) -> J
 
 
 def from_transformers(model, arguments, batch: dict, loader: Iterable | None = None) -> Job:
-    """The job of a Hugging Face model, TrainingArguments, and a batch that has labels."""
+    """The job of a Hugging Face model, TrainingArguments, and a batch that has labels; on the arguments' device."""
     from transformers import Trainer
 
     return Job(
-        make_model=lambda: copy.deepcopy(model),
-        make_batch=lambda size: resized(batch, size),
+        make_model=lambda: copy.deepcopy(model).to(arguments.device),
+        make_batch=lambda size: {name: part.to(arguments.device) for name, part in resized(batch, size).items()},
         loss_fn=lambda model, batch: model(**batch).loss,
         make_optimizer=lambda model: Trainer(model=model, args=arguments).create_optimizer(),
         batch_size=arguments.per_device_train_batch_size,

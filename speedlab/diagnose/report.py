@@ -10,7 +10,7 @@ from speedlab import plots
 from speedlab.diagnose.climb import Rung, climb, probe
 from speedlab.diagnose.counting import Counts, counts
 from speedlab.diagnose.jobs import Job
-from speedlab.diagnose.rules import Advice, Device, Estimate, advise, contradiction, estimate
+from speedlab.diagnose.rules import COMPILE, WORTH, Advice, Device, Estimate, advise, contradiction, estimate
 from speedlab.display import Table, bytes_text, table
 from speedlab.measure import Comparison
 
@@ -33,6 +33,7 @@ class Diagnosis:
     probes: Comparison | None = None
     cannot_tell: str = ""
     rungs: tuple[Rung, ...] = ()
+    steps: int | None = None
 
     @property
     def helps(self) -> tuple[str, ...]:
@@ -72,6 +73,21 @@ class Diagnosis:
         ]
         return table(["tried", "result", "gradients off by", "operations"], rows, measured=True)
 
+    def planned(self) -> Table:
+        """What the planned steps take, and the most that each advice could save of it.
+
+        A step's time is the clock's where there is a probe, else the estimate's. What compiling takes is not known
+        before it is tried: it pays where that is less than what it saves.
+        """
+        step = self.probes.timings["the same batch again"].median if self.probes else self.estimate.total
+        whole = self.steps * (step + self.estimate.data)
+        rows = [("all of them take", duration(whole), "")]
+        for a in (a for a in self.advice if (a.helps or a.may) and a.at_most[1] >= WORTH):
+            low, high = (duration(whole * (1 - 1 / bound)) for bound in a.at_most)
+            pays = "if it compiles in less" if a.technique == COMPILE else a.price
+            rows.append((f"{a.technique} saves at most", f"{low} to {high}" if low != high else high, pays))
+        return table([f"{self.steps:,} steps", "time", "price"], rows, measured=self.probes is not None)
+
     def sentence(self) -> str:
         """The regime, and the first thing to do."""
         if self.cannot_tell:
@@ -83,6 +99,7 @@ class Diagnosis:
         """All tables of the report by their titles."""
         return {
             "What helps, in order": self.advised(),
+            **({"What the planned steps take": self.planned()} if self.steps else {}),
             "What one step consists of": self.counted(),
             **({"What the clock says": self.probes.table()} if self.probes else {}),
             **({"What was tried": self.climbed()} if self.rungs else {}),
@@ -118,11 +135,18 @@ class Diagnosis:
 
 
 def diagnose(
-    job: Job, device: Device | None = None, *, memory: int | None = None, seconds: float = 0.0, climbing: bool = False
+    job: Job,
+    device: Device | None = None,
+    *,
+    memory: int | None = None,
+    seconds: float = 0.0,
+    climbing: bool = False,
+    steps: int | None = None,
 ) -> Diagnosis:
     """Diagnose a step: by counters alone with a given `device` and no `seconds`, else with probes of this machine.
 
-    `memory` is the limit in bytes. With `climbing`, what is advised is applied to copies, proved and timed.
+    `memory` is the limit in bytes. With `climbing`, what is advised is applied to copies, proved and timed. With
+    `steps`, the report says what so many steps take, and what each advice could save of them.
     """
     here = device or Device.here()
     found = counts(job)
@@ -131,11 +155,17 @@ def diagnose(
     if timing and device is None:
         doubt = contradiction(found, here, timing.timings["the same batch again"].median)
     rungs = climb(job, here, memory=memory, seconds=seconds or 60.0)[1] if climbing and not doubt else ()
-    return Diagnosis(here, found, estimate(found, here), advise(found, here, memory), timing, doubt, rungs)
+    return Diagnosis(here, found, estimate(found, here), advise(found, here, memory), timing, doubt, rungs, steps)
 
 
 def _by(counts: Counts, kind: str, column: int) -> str:
     return ", ".join(f"{name or 'other'} {row[column]:,}" for name, row in counts.by(kind).items() if row[column])
+
+
+def duration(seconds: float) -> str:
+    """Hours, minutes or seconds, to two digits."""
+    size, unit = next((pair for pair in ((3600, "h"), (60, "min")) if seconds >= 2 * pair[0]), (1, "s"))
+    return f"{seconds / size:,.2g} {unit}" if seconds < 99 * size else f"{seconds / size:,.0f} {unit}"
 
 
 def _bound(advice: Advice) -> str:

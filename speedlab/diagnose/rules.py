@@ -11,10 +11,15 @@ from dataclasses import dataclass, replace
 import torch
 
 from speedlab import machine
-from speedlab.diagnose.counting import BACKWARD, OPTIMIZER, Counts, Operation
+from speedlab.diagnose.counting import BACKWARD, FORWARD, OPTIMIZER, Counts, Operation
 
+_PRODUCTS, _SOFTMAX = frozenset(("bmm", "baddbmm")), frozenset(("_softmax", "_safe_softmax"))
+_DROPOUT = frozenset(("native_dropout", "bernoulli_"))
+# Operations whose cost grows with the square of a text's length.
+_SQUARED = ("bmm", "baddbmm", "_softmax", "_safe_softmax", "_scaled_dot_product")
 # A technique that gives less than this at most is not worth its price.
 WORTH = 1.1
+COMPILE = "torch.compile"
 LAUNCHES, MEMORY, COMPUTE, COMMUNICATION = "launching operations", "memory traffic", "arithmetic", "communication"
 
 
@@ -124,7 +129,8 @@ def contradiction(counts: Counts, device: Device, measured: float) -> str:
 class Rule:
     """A row of the table. `saves(counts, device)` gives seconds, `evidence(counts, device)` a text.
 
-    A `fault` is mended whatever the estimate says.
+    A `fault` is mended whatever the estimate says. `place(counts, device)`, where given, are the seconds that decide
+    the rule's place instead: those that nothing cheaper could save.
     """
 
     technique: str
@@ -133,6 +139,7 @@ class Rule:
     evidence: Callable[[Counts, Device], str]
     saves: Callable[[Counts, Device], float] = lambda counts, device: 0.0
     fault: Callable[[Counts, Device], bool] = lambda counts, device: False
+    place: Callable[[Counts, Device], float] | None = None
 
 
 def _time_of(chosen: Callable[[Operation, Device], bool]) -> Callable[[Counts, Device], float]:
@@ -172,13 +179,50 @@ def _half(c: Counts, d: Device) -> float:
     return sum(max(0.0, d.seconds(o) - d.seconds(half)) for o, half in zip(products, halves, strict=True))
 
 
+def _attention(c: Counts) -> Callable[[Operation], bool]:
+    """Whether an operation belongs to attention that is written out, around a softmax between two batched products.
+
+    It may be in the module that has them, or in a softmax or dropout inside it. Projections do not belong to it.
+    """
+    ran: dict[str, set[str]] = {}
+    for o in c.operations:
+        if o.phase == FORWARD:
+            ran.setdefault(o.module, set()).add(o.name)
+    parts = set()
+    for module in (m for m, names in ran.items() if names & _SOFTMAX):
+        home = module if ran[module] & _PRODUCTS else module.rpartition(".")[0]
+        if ran.get(home, set()) & _PRODUCTS:
+            parts |= {home, *(m for m in ran if m.rpartition(".")[0] == home and ran[m] & (_SOFTMAX | _DROPOUT))}
+    return lambda o: o.phase != OPTIMIZER and o.module in parts and (not o.flops or o.name in _PRODUCTS)
+
+
+def _written_out(c: Counts, d: Device) -> float:
+    part = _attention(c)
+    return sum(d.seconds(o) for o in c.operations if part(o))
+
+
+def _padding(c: Counts, d: Device) -> float:
+    # scores are as many as the length squared; with rows of mean length 1 - p, at least (1 - p)^2 of them are left
+    part, squared = _attention(c), 1 - (1 - c.padded) ** 2
+    filled = [o for o in c.operations if o.phase != OPTIMIZER and not o.collective and d.bound(o) != LAUNCHES]
+    return sum(d.seconds(o) * (squared if part(o) or o.name.startswith(_SQUARED) else c.padded) for o in filled)
+
+
+def _per_step(c: Counts, d: Device) -> float:
+    """What a step costs however many samples it has: launches, what is as large as the weights, the optimizer."""
+    rest = replace(d, launch=0.0)
+    samples = [replace(o, bytes=o.bytes - o.fixed) for o in c.operations if o.phase != OPTIMIZER]
+    return estimate(c, d).total - sum(map(rest.seconds, samples))
+
+
+def _per_step_but_updates(c: Counts, d: Device) -> float:
+    return _per_step(c, d) - estimate(c, d).by_phase.get(OPTIMIZER, 0.0)
+
+
 # products stay calls of their own
 _fusion = _time_of(lambda o, d: not o.flops)
-_softmax = _time_of(lambda o, d: "softmax" in o.name and "log" not in o.name and d.bound(o) != LAUNCHES)
-_launches = _time_of(lambda o, d: d.bound(o) == LAUNCHES)
 # a kernel that wants the channels innermost converts what it reads and writes, which no counter sees
 _layouts = _time_of(lambda o, d: "convolution" in o.name and d.bound(o) == MEMORY)
-_filled = _time_of(lambda o, d: d.bound(o) != LAUNCHES)
 
 
 def _share(saves: Callable[[Counts, Device], float], what: str) -> Callable[[Counts, Device], str]:
@@ -190,15 +234,25 @@ def _rounded(number: int) -> int:
     return round(number, 2 - len(str(number)))
 
 
+def _too_much(c: Counts, d: Device) -> bool:
+    return d.memory is not None and c.peak > d.memory
+
+
+def _limit(d: Device) -> str:
+    return f"limit {d.memory}" if d.memory else "no limit"
+
+
 def _where(found: dict[str, int]) -> str:
     return "; ".join(f"{line} ({times} times)" for line, times in list(found.items())[:3]) or "nowhere"
 
 
 RULES = (
     Rule("checkpointing, or micro-batches", "9.6", "a third more FLOPs",
-         lambda c, d: f"peak {c.peak:,} bytes, {f'limit {d.memory}' if d.memory else 'no limit'}; "
-                      f"saved for backward {c.saved:,}",
-         fault=lambda c, d: d.memory is not None and c.peak > d.memory),
+         lambda c, d: f"peak {c.peak:,} bytes, {_limit(d)}; saved for backward {c.saved:,}",
+         fault=lambda c, d: _too_much(c, d) and c.peak - c.saved <= d.memory),
+    Rule("a smaller state (LoRA, FSDP, an 8-bit optimizer)", "9.3, 9.9", "may learn less; or more devices",
+         lambda c, d: f"peak {c.peak:,} bytes, {_limit(d)}; {c.peak - c.saved:,} without what is saved for backward",
+         fault=lambda c, d: _too_much(c, d) and c.peak - c.saved > d.memory),
     Rule("stop keeping what a step made", "9.6", "none",
          lambda c, d: f"{c.left_behind:,} bytes of each step stay alive after it",
          fault=lambda c, d: c.left_behind > 0),
@@ -215,19 +269,21 @@ RULES = (
          lambda c, d: f"the host waits {sum(c.syncs.values())} times a step: {_where(c.syncs)}", _no_waits,
          lambda c, d: bool(c.syncs) and d.asynchronous),
     Rule("batches of similar length", "9.7", "a little less random order",
-         lambda c, d: f"{c.padded:.0%} of the tokens are padding", lambda c, d: c.padded * _filled(c, d)),
+         lambda c, d: f"{c.padded:.0%} of the tokens are padding", _padding),
     Rule("a fused optimizer", "9.0", "none",
          lambda c, d: f"{c.by('phase').get(OPTIMIZER, (0,))[0]:,} operations update the parameters", _optimizer),
     Rule("overlap communication with backward", "9.2", "DDP does it; larger buckets",
-         lambda c, d: f"{sum(o.bytes for o in c.operations if o.collective):,} bytes in collectives", _overlap),
+         lambda c, d: f"{sum(o.bytes for o in c.operations if o.collective):,} bytes into and out of collectives",
+         _overlap),
     Rule("bf16 autocast", "9.1", "fewer digits; check that it still trains",
          _share(_half, "fp32 products, faster at half the width"), _half),
-    Rule("scaled_dot_product_attention", "9.4", "none", _share(_softmax, "softmax written to memory"), _softmax),
+    Rule("scaled_dot_product_attention", "9.4", "none",
+         _share(_written_out, "scores written to memory"), _written_out),
     Rule("channels last", "9.8", "none", _share(_layouts, "convolutions that wait for memory"), _layouts),
-    Rule("torch.compile", "9.4", "compilation when it starts, and at new shapes",
+    Rule(COMPILE, "9.4", "compilation when it starts, and at new shapes",
          _share(_fusion, "operations between the products"), _fusion),
     Rule("a larger batch", "9.5", "fewer updates per epoch; tune the learning rate again",
-         _share(_launches, "operations too small to fill the device"), _launches),
+         _share(_per_step, "as long whatever the batch"), _per_step, place=_per_step_but_updates),
 )  # fmt: skip
 
 
@@ -238,14 +294,20 @@ def advise(
     device = replace(device, memory=memory or device.memory)
     found = []
     for rule in rules:
-        bounds = []
-        for seen in (device, replace(device, bandwidth=float("inf"))):
-            whole = estimate(counts, seen)
-            total = max(whole.total + whole.data, 1e-12)
-            bounds.append(total / max(total - rule.saves(counts, seen), 1e-3 * total))
-        low, high = sorted(bounds)
+        low, high = bounds(rule.saves, counts, device)
         fault, evidence = rule.fault(counts, device), rule.evidence(counts, device)
         helps = fault or low >= WORTH
         advice = Advice(rule.technique, helps, high >= WORTH, evidence, (low, high), rule.price, rule.unit)
-        found.append(((not helps, not fault, high < WORTH, 0 if fault else -low), advice))
+        place = bounds(rule.place or rule.saves, counts, device)[0]
+        found.append(((not helps, not fault, high < WORTH, 0 if fault else -place), advice))
     return tuple(advice for _, advice in sorted(found, key=lambda item: item[0]))
+
+
+def bounds(saves: Callable[[Counts, Device], float], counts: Counts, device: Device) -> tuple[float, float]:
+    """The most that saving these seconds can give (Amdahl), with bytes from memory and with bytes for nothing."""
+    found = []
+    for seen in (device, replace(device, bandwidth=float("inf"))):
+        whole = estimate(counts, seen)
+        total = max(whole.total + whole.data, 1e-12)
+        found.append(total / max(total - saves(counts, seen), 1e-3 * total))
+    return min(found), max(found)
