@@ -128,7 +128,38 @@ def test_the_dry_run_reports_schedules_longer_and_shorter_than_the_run(unit, mak
 
 def test_the_dry_run_reports_a_scheduler_before_the_optimizer(unit):
     _, schedules = unit
-    assert "UserWarning" in schedules.dry_run(lambda o: lr_scheduler.CosineAnnealingLR(o, 100), 100, early=True)
+
+    def swapped(optimizer, scheduler):
+        scheduler.step()
+        optimizer.step()
+
+    cosine = lambda o: lr_scheduler.CosineAnnealingLR(o, 100)  # noqa: E731
+    assert "UserWarning" in schedules.dry_run(cosine, 100, swapped)
+    with pytest.warns(UserWarning, match="before"):
+        late, right = schedules.planned(cosine, 100, swapped), schedules.planned(cosine, 100)
+    assert late[:-1] == right[1:]
+
+
+def test_schedule_free_is_that_of_the_package(unit):
+    package = pytest.importorskip("schedulefree", reason="the course does not need it: pip install schedulefree")
+    runs, _ = unit
+    space = {"torch": torch}
+    [rule] = [source for source in cells(1, "code") if "def schedule_free(" in source]
+    exec(rule, space)
+    images, labels, *_ = runs.digits()
+    model = runs.network(seed=0)
+    [snippet] = [text for text in practice(1) if "schedulefree" in text]
+    snippet = snippet.replace("optimizer.eval()", "")
+    exec(snippet, space | {"SGDScheduleFree": package.SGDScheduleFree, "model": model}, found := {})
+    optimizer = found["optimizer"]
+    for rows in runs.batches(0, 30, 16):
+        F.cross_entropy(model(images[rows]), labels[rows]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.eval()
+    states = runs.train(torch.full((30, 1), 0.4), [0], space["schedule_free"], [30])[30][1]
+    for own, state in zip(model.parameters(), states, strict=True):
+        torch.testing.assert_close(own.detach(), state["x"][0], atol=1e-4, rtol=0)
 
 
 def test_in_practice_of_notebook_1_runs(tmp_path, monkeypatch):
@@ -138,7 +169,8 @@ def test_in_practice_of_notebook_1_runs(tmp_path, monkeypatch):
     space = {"torch": torch, "lr_scheduler": lr_scheduler, "optimizer": optimizer, "model": model, "steps": steps,
              "TrainingArguments": TrainingArguments, "lightning": lightning}  # fmt: skip
     for snippet in practice(1):
-        exec(snippet, space)
+        if "schedulefree" not in snippet:
+            exec(snippet, space)
     rates = []
     for _ in range(steps):
         rates.append(optimizer.param_groups[0]["lr"])
@@ -199,7 +231,7 @@ def test_in_practice_of_notebook_2_runs(tmp_path, monkeypatch):
 
     small, data = Small(), TensorDataset(torch.randn(80, 2), torch.randint(2, (80,)))
     lightning.Trainer(max_steps=10, accelerator="cpu", **quiet).fit(small, DataLoader(data, 8))
-    assert sizes == [(8, True)] * 6 + [(8, False), (4, True)] * 4
+    assert sizes == [(8, True)] * 5 + [(8, False), (4, True)] * 4 + [(8, True)]
     assert small.layers[1].num_batches_tracked == 10
 
     config = DistilBertConfig(vocab_size=20, dim=8, n_layers=1, n_heads=2, hidden_dim=8, max_position_embeddings=8)
@@ -214,4 +246,4 @@ def test_in_practice_of_notebook_2_runs(tmp_path, monkeypatch):
     arguments = TrainingArguments(str(tmp_path), max_steps=4, per_device_train_batch_size=8, report_to=[],
                                   save_strategy="no", disable_tqdm=True, use_cpu=True)  # fmt: skip
     space["Selective"](model, arguments, train_dataset=samples).train()
-    assert rows == [8, 8, 8, 8, 4]
+    assert rows == [8, 8, 8, 4, 8, 4]

@@ -1,6 +1,7 @@
 """Hundreds of small trainings side by side, for notebooks 1 and 2: one batched product does a layer of them all."""
 
 import copy
+import functools
 import math
 import statistics
 from collections.abc import Callable, Sequence
@@ -15,6 +16,7 @@ SAMPLES = 1024
 Weights = list[torch.Tensor]
 
 
+@functools.cache
 def digits() -> tuple[torch.Tensor, ...]:
     """Handwritten digits of 8 × 8 pixels as rows of 64 numbers: 1,024 to train on and their labels, 773 held out."""
     found = data.images("digits")

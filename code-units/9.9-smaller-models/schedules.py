@@ -7,29 +7,31 @@ from itertools import pairwise
 import torch
 
 
-def planned(make: Callable, steps: int, early: bool = False) -> list[float]:
-    """The rates of so many updates, as shares of the peak, without training.
+def in_order(optimizer: torch.optim.Optimizer, scheduler: torch.optim.lr_scheduler.LRScheduler) -> None:
+    """One update as it should be: the optimizer first, then the scheduler."""
+    optimizer.step()
+    scheduler.step()
 
-    `make(optimizer)` builds the scheduler; with `early=True` it is stepped before the optimizer, by mistake.
+
+def planned(make: Callable, steps: int, loop: Callable = in_order) -> list[float]:
+    """The rates that so many updates use, as shares of the peak, without training.
+
+    `make(optimizer)` builds the scheduler; `loop(optimizer, scheduler)` is one update, in the order of your own loop.
     """
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0, momentum=0.9)
     scheduler, rates = make(optimizer), []
+    optimizer.register_step_pre_hook(lambda *_: rates.append(optimizer.param_groups[0]["lr"]))
     for _ in range(steps):
-        if early:
-            scheduler.step()
-        rates.append(optimizer.param_groups[0]["lr"])
-        optimizer.step()
-        if not early:
-            scheduler.step()
+        loop(optimizer, scheduler)
     return rates
 
 
-def dry_run(make: Callable, steps: int, early: bool = False) -> str:
+def dry_run(make: Callable, steps: int, loop: Callable = in_order) -> str:
     """What is wrong with a decaying schedule over so many updates; an empty text where nothing is."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            rates = planned(make, steps, early)
+            rates = planned(make, steps, loop)
     except (ValueError, UserWarning) as error:
         return f"{type(error).__name__}: {str(error)[:60]}"
     falling = rates[rates.index(max(rates)) :]
