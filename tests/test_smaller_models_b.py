@@ -78,6 +78,14 @@ def test_seeds_are_independent_and_repeat(helpers):
     assert nets.accuracy(one).shape == (2,)
 
 
+def test_accuracy_on_two_halves_averages_to_that_on_all(helpers):
+    nets = helpers["nets"]
+    parameters, number = nets.init((64, 8, 10), [0, 1]), len(nets.digits()[1][1])
+    even, odd = (nets.accuracy(parameters, rows=slice(i, None, 2)) for i in (0, 1))
+    sizes = len(range(0, number, 2)), len(range(1, number, 2))
+    torch.testing.assert_close((even * sizes[0] + odd * sizes[1]) / number, nets.accuracy(parameters))
+
+
 def test_a_network_is_what_a_sequential_computes(helpers):
     nets = helpers["nets"]
     parameters = nets.init((64, 8, 10), [0])

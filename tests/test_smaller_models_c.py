@@ -100,10 +100,52 @@ def test_students_do_not_touch_each_other(unit):
 
     pixels, rows = torch.rand(60, 64), torch.arange(60).expand(2, -1)
     targets = torch.stack([torch.arange(60) % 10, torch.zeros(60, dtype=torch.long)])
-    one = students.train(F.cross_entropy, pixels, rows, targets, 1e-2, 5)
-    two = students.train(F.cross_entropy, pixels, rows, targets[[0, 0]], 1e-2, 5)
+    one = students.train(F.cross_entropy, pixels, rows, targets, [1e-2], 5)
+    two = students.train(F.cross_entropy, pixels, rows, targets[[0, 0]], [1e-2], 5)
     assert torch.allclose(one.hidden[0], two.hidden[0], atol=1e-6)
     assert not torch.allclose(one.hidden[1], two.hidden[1], atol=1e-3)
+
+
+def test_rates_side_by_side_are_those_one_by_one_and_adams(unit):
+    import students
+
+    pixels, rows, targets = torch.rand(50, 64), torch.arange(50)[None], torch.arange(50)[None] % 10
+    both = students.train(F.cross_entropy, pixels, rows, targets, [1e-2, 1e-3], 6)
+    for i, rate in enumerate((1e-2, 1e-3)):
+        alone = students.train(F.cross_entropy, pixels, rows, targets, [rate], 6)
+        adam = students.Students(1, 64, 32, 10, torch.Generator().manual_seed(0))
+        optimizer = torch.optim.Adam(adam.parameters(), lr=rate)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, 2 * (1 - step / 6)))
+        for _ in range(6):
+            optimizer.zero_grad()
+            F.cross_entropy(adam(pixels[None])[0], targets[0]).backward()
+            optimizer.step()
+            schedule.step()
+        for p, one, torchs in zip(both.parameters(), alone.parameters(), adam.parameters(), strict=True):
+            torch.testing.assert_close(p[i], one[0], atol=1e-5, rtol=1e-4)
+            torch.testing.assert_close(one, torchs, atol=1e-5, rtol=1e-4)
+
+
+def test_a_repeated_mistake_is_the_teachers_own(unit):
+    """Of two mistakes of the teacher the student repeats one; that it is wrong elsewhere does not count."""
+    import students
+
+    truth, taught = torch.tensor([0, 1, 2, 3]), torch.tensor([0, 1, 0, 0])
+    said = torch.tensor([[5, 1, 0, 3], [0, 1, 0, 0]])
+    assert students.repeated(said[:1], truth, taught) == 50
+    assert students.repeated(said, truth, taught.expand(2, -1)) == 75
+    assert students.share(said, truth).tolist() == [50, 50]
+
+
+def test_students_are_chosen_by_one_half_and_shown_by_the_other(unit):
+    import students
+
+    pixels, labels = torch.eye(10).repeat(6, 1), torch.arange(10).repeat(6)
+    data = {"pixels": pixels, "test_pixels": pixels, "test_labels": labels, "steps": 60}
+    losses = {None: F.cross_entropy, 4: lambda logits, labels: 0 * logits.sum()}  # the second teaches nothing
+    said, temperature, _ = students.answers(losses, torch.arange(60).expand(2, -1), labels.expand(2, -1), **data)
+    assert said.shape == (2, 30) and temperature is None
+    assert students.share(said, labels[1::2]).min() > 90
 
 
 def test_labels_and_tokens_of_the_short_reviews_belong_together(unit):

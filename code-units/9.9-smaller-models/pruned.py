@@ -1,10 +1,13 @@
-"""What the notebook on pruning needs beside its subject: a batched cut, a GPU's sparse product, a picture."""
+"""What the notebook on pruning needs beside its subject: a batched cut, a GPU's sparse product, pictures."""
 
+import warnings
 from collections.abc import Callable, Sequence
 
 import torch
 
 from speedlab import plots
+
+warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
 
 
 def cut_all(parameters: Sequence[torch.Tensor], width: int) -> list[torch.Tensor]:
@@ -53,3 +56,12 @@ def block_figure(left: float, keep: float, mlp: int):
     figure, ax = plots.figure(6.0, 2.0)
     plots.bars(ax, {"full": 100, "cut": 100 * left}, title="Operations of a block", label="%", form="{:.0f}")
     return figure, f"MLP of {mlp} neurons, {keep:.0%} kept: {left:.0%} of a block's operations are left"
+
+
+def accuracy_figure(right: dict[str, torch.Tensor]):
+    """Bars of the mean accuracy of each kind of network, with the smallest and the largest of its seeds."""
+    figure, ax = plots.figure(7, 3.6)
+    means = {name: a.mean().item() for name, a in right.items()}
+    spread = {name: (a.min().item(), a.max().item()) for name, a in right.items()}
+    plots.bars(ax, means, spread=spread, title="Held-out accuracy, eight seeds", form="{:.1f}", label="%")
+    return figure

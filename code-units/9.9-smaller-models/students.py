@@ -1,5 +1,8 @@
 """What would distract in the notebook on distillation: fine-tuning a teacher, and many students trained at once."""
 
+from collections.abc import Callable, Sequence
+from functools import cache
+
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -14,7 +17,7 @@ def fine_tune(build, inputs: torch.Tensor, targets: torch.Tensor, steps: int, ra
     """Fine-tune `build()` on (N, ...) inputs and their targets: AdamW, one-cycle, batches in the seed's order."""
     generator = machine.seed_everything(seed)
     model = build().train(dropout)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, fused=True)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=steps)
     epochs = steps * batch // len(inputs) + 1
     order = torch.cat([torch.randperm(len(inputs), generator=generator) for _ in range(epochs)])
@@ -32,6 +35,7 @@ def predict(model: nn.Module, inputs: torch.Tensor, batch: int = 200) -> torch.T
     return torch.cat([model(part) for part in inputs.split(batch)])
 
 
+@cache
 def short_reviews(longest: int = 16) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Generated reviews of at most so many tokens: tokens (N, T) and labels (N,) to train on, tokens to test on."""
     reviews, tokenizer = data.reviews("generated"), models.tokenizer("small")
@@ -74,44 +78,90 @@ class Students(nn.Module):
         return torch.relu(x @ self.hidden + self.hidden_bias) @ self.head + self.head_bias
 
 
-def train(loss_fn, pixels: torch.Tensor, rows: torch.Tensor, targets: torch.Tensor, rate: float, steps: int,
-          width: int = 32, batch: int = 50, seed: int = 0) -> Students:  # fmt: skip
-    """Train S students at once: student s on pixels[rows[s]] (n, P) and targets[s] (n, ...).
+def train(loss_fn, pixels: torch.Tensor, rows: torch.Tensor, targets: torch.Tensor, rates: Sequence[float],
+          steps: int, width: int = 32, batch: int = 50, seed: int = 0) -> Students:  # fmt: skip
+    """Train S students at each of R rates, all at once: student s on pixels[rows[s]] (n, P) and targets[s] (n, ...).
 
-    AdamW; the rate is constant for the first half of the steps, then falls linearly to nothing.
+    Adam, written out, as each student has a rate of its own; a rate is constant for the first half of the steps, then
+    falls linearly to nothing. The students of the first rate come first; those of the others start alike.
     """
     generator = torch.Generator().manual_seed(seed)
-    seeds, number = rows.shape
+    (seeds, number), copies = rows.shape, len(rates)
     students = Students(seeds, pixels.shape[1], width, 10, generator)
-    optimizer = torch.optim.AdamW(students.parameters(), lr=rate, weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, 2 * (1 - step / steps)))
-    each = torch.arange(seeds)[:, None]
-    for _ in range(steps):
-        drawn = torch.rand(seeds, number, generator=generator).argsort(dim=1)[:, :batch]  # (S, B)
-        logits = students(pixels[rows[each, drawn]])
-        sum(map(loss_fn, logits, targets[each, drawn])).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        schedule.step()
+    for p in students.parameters():
+        p.data = p.data.repeat(copies, 1, 1)
+    own = torch.tensor(rates).repeat_interleave(seeds)[:, None, None]
+    moments = [(p, torch.zeros_like(p), torch.zeros_like(p)) for p in students.parameters()]
+    each, whole = torch.arange(seeds)[:, None], torch.arange(number).expand(seeds, -1)
+    for step in range(steps):
+        drawn = whole if number <= batch else torch.randint(number, (seeds, batch), generator=generator)  # (S, B)
+        due = targets[each, drawn]  # (S, B, ...)
+        logits = students(pixels[rows[each, drawn]].repeat(copies, 1, 1))
+        loss = loss_fn(logits.flatten(0, 1), due.flatten(0, 1).repeat(copies, *[1] * (due.ndim - 2)))
+        # for each student the mean over its batch
+        gradients = torch.autograd.grad(copies * seeds * loss, list(students.parameters()))
+        rate = own * min(1.0, 2 * (1 - step / steps))
+        with torch.no_grad():
+            for (p, mean, square), gradient in zip(moments, gradients, strict=True):
+                mean.lerp_(gradient, 0.1)
+                square.lerp_(gradient**2, 0.001)
+                p -= rate / (1 - 0.9 ** (step + 1)) * mean / ((square / (1 - 0.999 ** (step + 1))).sqrt() + 1e-8)
     return students
 
 
 @torch.no_grad()
-def score(loss_fn, pixels, rows, targets, test_pixels, test_labels, steps: int = 400) -> torch.Tensor:
-    """Train as `train` does, at three rates; the accuracy of each of the S students in %, at the best rate.
+def answers(loss_fns: dict[float | None, Callable], rows: torch.Tensor, targets: torch.Tensor, *,
+            pixels: torch.Tensor, test_pixels: torch.Tensor, test_labels: torch.Tensor, rates=(1e-3, 3e-3, 1e-2),
+            steps: int = 400) -> tuple[torch.Tensor, float | None, float]:  # fmt: skip
+    """Train as `train` does, with each loss at each rate, and keep what is best on every other test image.
 
-    The rate is chosen on every other test image, and the accuracy is that on the rest.
+    Returns the labels (S, M) that the students then give the other half, the loss's temperature, and the rate.
     """
     found = {}
-    for rate in (3e-3, 1e-2, 3e-2):
+    for temperature, loss_fn in loss_fns.items():
         with torch.enable_grad():
-            students = train(loss_fn, pixels, rows, targets, rate, steps)
-        right = 100.0 * (students(test_pixels).argmax(-1) == test_labels)  # (S, test images)
-        found[right[:, ::2].mean().item()] = right[:, 1::2].mean(1)
+            students = train(loss_fn, pixels, rows, targets, rates, steps)
+        said_at = students(test_pixels).argmax(-1).split(len(rows))  # for each rate (S, test images)
+        for said, rate in zip(said_at, rates, strict=True):
+            right = (said == test_labels)[:, ::2].float().mean().item()
+            found[right] = (said[:, 1::2], temperature, rate)
     return found[max(found)]
 
 
-def show(scores: dict[str, torch.Tensor], caption: str) -> Table:
-    """The mean and the range of the accuracies of each variant."""
-    rows = [(name, f"{x.mean():.1f}%", f"{x.min():.1f} to {x.max():.1f}%") for name, x in scores.items()]
-    return table(["variant", "mean", f"{len(next(iter(scores.values())))} runs"], rows, caption, measured=True)
+def share(said: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """How many of the labels (S, M) are the expected ones, for each student in %: (S,)."""
+    return 100.0 * (said == expected).float().mean(-1)
+
+
+def repeated(said: torch.Tensor, truth: torch.Tensor, taught: torch.Tensor) -> float:
+    """How many of their teachers' mistakes the students (S, M) repeat, in %."""
+    return 100 * (said == taught)[(taught != truth).expand_as(said)].float().mean().item()
+
+
+def show(learned: dict[str, tuple], truth: torch.Tensor, taught: torch.Tensor, caption: str) -> Table:
+    """What each variant's students got right, how often they agree with their teacher, and what was chosen."""
+    rows = []
+    for name, (said, temperature, rate) in learned.items():
+        right = share(said, truth)
+        alike = f"{share(said, taught).mean():.1f}%", f"{repeated(said, truth, taught):.0f}%"
+        spread = f"{right.min():.1f} to {right.max():.1f}%"
+        rows.append((name, f"{right.mean():.1f}%", spread, *alike, str(temperature or "none"), f"{rate:g}"))
+    columns = ["targets", "right", f"{len(right)} runs", "as the teacher", "where it errs", "temperature", "rate"]
+    return table(columns, rows, caption, measured=True)
+
+
+def agreement(build, inputs: torch.Tensor, says: torch.Tensor, unseen: torch.Tensor, expected: torch.Tensor,
+              loss_fn) -> tuple[torch.Tensor, float]:  # fmt: skip
+    """Train `build()` on the teacher's logits from three seeds, each for 60 steps.
+
+    Returns in % how often the students give the teacher's answers to one half of the unseen inputs (3,), and the
+    rate, which is that of three which the first seed finds best on the other half.
+    """
+
+    def same(rate: float, seed: int) -> torch.Tensor:
+        student = fine_tune(build, inputs, says, 60, rate, seed, batch=32, loss_fn=loss_fn, dropout=False)
+        return 100.0 * (predict(student, unseen).argmax(-1) == expected)
+
+    first = {rate: same(rate, 0) for rate in (1e-3, 2e-3, 4e-3)}
+    best = max(first, key=lambda rate: first[rate][::2].mean())
+    return torch.stack([x[1::2].mean() for x in (first[best], same(best, 1), same(best, 2))]), best
