@@ -46,3 +46,15 @@ def logits(model: nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
 def blocks_of(model: nn.Module) -> nn.Module:
     """The transformer blocks of either model."""
     return model.distilbert.transformer.layer if hasattr(model, "distilbert") else model.encoder.layers
+
+
+def one_layout(model: nn.Module) -> nn.Module:
+    """The same model; in training, one copy hands the first block of a ViT the memory layout of the others."""
+
+    def in_token_order(dropout: nn.Module, given: tuple, x: torch.Tensor) -> torch.Tensor:
+        # (B, T, C), token after token in memory: so PyTorch's attention module returns it when it trains
+        return x.transpose(0, 1).contiguous().transpose(0, 1) if dropout.training else x
+
+    if hasattr(model, "encoder"):
+        model.encoder.dropout.register_forward_hook(in_token_order)
+    return model
