@@ -167,8 +167,9 @@ class Table:
 
 
 def table(columns: list[str], rows: list[tuple], caption: str = "", measured: bool = False) -> Table:
-    """A `Table` from plain lists."""
-    return Table(tuple(columns), tuple(tuple(row) for row in rows), caption, measured)
+    """A `Table` from plain lists; a measured yes or no is written as such."""
+    cells = (tuple(map(_yes_or_no, row)) if measured else tuple(row) for row in rows)
+    return Table(tuple(columns), tuple(cells), caption, measured)
 
 
 def bytes_text(count: float) -> str:
@@ -188,8 +189,12 @@ def seconds_text(seconds: float) -> str:
     return f"{seconds * 1e9:.3g} ns"
 
 
+def _yes_or_no(value: object) -> object:
+    return {True: "yes", False: "no"}[value] if isinstance(value, bool) else value
+
+
 def _measured_text(label: object, value: object) -> str:
-    text = {True: "yes", False: "no"}[value] if isinstance(value, bool) else _one_line(value)
+    text = _one_line(_yes_or_no(value))
     word = unmeasured_word(text)
     if word is not None:
         raise ValueError(

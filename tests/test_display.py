@@ -83,6 +83,7 @@ def test_measured_tables_compare_labels_only():
         return [{"output_type": "display_data", "data": shown._repr_mimebundle_()}]
 
     assert same_outputs(made("1.0 ms"), made("2.0 ms"))
+    assert same_outputs(made(True), made(False)), "a measured yes or no is one, too"
     assert not same_outputs(made("1.0 ms"), made("1.0 ms", row="bf16"))
     assert not same_outputs(made("1.0 ms"), made("1.0 ms", column="memory"))
 
