@@ -118,11 +118,18 @@ def traffic(work: Callable[[], object]) -> int:
 
 
 def moved(
-    model: nn.Module, inputs: dict, masked: torch.Tensor, words: torch.Tensor, quantize: Callable, lr: float
-) -> float:
-    """The share of integers in a model's Linear layers that one step of AdamW changes, at unchanged scales.
+    model: nn.Module,
+    inputs: dict,
+    masked: torch.Tensor,
+    words: torch.Tensor,
+    quantize: Callable,
+    lr: float,
+    rounding: Callable = torch.round,
+) -> tuple[float, float]:
+    """The share of integers in a model's Linear layers that one step of AdamW changes, and what arrives of the step.
 
     The model starts from the integers as fp32 numbers; after the step its weights are rounded with the same scales.
+    What arrives is how far the integers move in the direction of the step, in all, as a share of the step's length.
     """
     learner, before = copy.deepcopy(model), []
     for weight in [part.weight for part in learner.modules() if isinstance(part, nn.Linear)]:
@@ -132,8 +139,10 @@ def moved(
     optimizer = torch.optim.AdamW(learner.parameters(), lr=lr)
     F.cross_entropy(learner(**inputs).logits[masked], words).backward()
     optimizer.step()
-    other = torch.cat([((weight / scale).round() != codes).flatten() for weight, codes, scale in before])
-    return other.double().mean().item()
+    with torch.no_grad():
+        steps = torch.cat([(weight / scale - codes).flatten() for weight, codes, scale in before]).double()
+        jumps = torch.cat([(rounding(weight / scale) - codes).flatten() for weight, codes, scale in before]).double()
+    return (jumps != 0).double().mean().item(), ((jumps * steps.sign()).sum() / steps.abs().sum()).item()
 
 
 def square_matrices(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
