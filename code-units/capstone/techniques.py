@@ -68,6 +68,14 @@ class Adapted(nn.Module):
         return self.layer(x) + self.up(self.down(x))
 
 
+class Distilled(nn.Module):
+    """A student of half the width, beside the frozen teacher whose answers it learns."""
+
+    def __init__(self):
+        super().__init__()
+        self.teacher, self.student = Classifier().requires_grad_(False), Classifier(WIDTH // 2, 2 * WIDTH)
+
+
 def padded(size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """A batch of texts of 6 to 32 tokens, padded to 32."""
     lengths = torch.linspace(6, LENGTH, size).long()[:, None]
@@ -87,6 +95,12 @@ def loss_fn(model: nn.Module, batch: tuple) -> torch.Tensor:
 def autocast_loss(model: nn.Module, batch: tuple) -> torch.Tensor:
     with torch.autocast(batch[0].device.type, dtype=torch.bfloat16):
         return loss_fn(model, batch)
+
+
+def distilling_loss(model: Distilled, batch: tuple) -> torch.Tensor:
+    with torch.no_grad():
+        wanted = model.teacher(batch[0]).softmax(-1)
+    return F.cross_entropy(model.student(batch[0]), wanted)
 
 
 def usual(model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple, loss=loss_fn) -> torch.Tensor:
@@ -198,8 +212,8 @@ def _model(**options) -> Callable[[Job], Job]:
     return lambda job: changed(job, make_model=lambda: Classifier(**options))
 
 
-def _half(job: Job) -> Job:
-    return changed(job, loss_fn=autocast_loss, step=lambda m, o, b: job.step(m, o, b, autocast_loss))
+def _loss(loss: Callable, **fields) -> Callable[[Job], Job]:
+    return lambda job: changed(job, loss_fn=loss, step=lambda m, o, b: job.step(m, o, b, loss), **fields)
 
 
 TECHNIQUES = (
@@ -207,7 +221,8 @@ TECHNIQUES = (
               lambda job: changed(job, step=usual), ("no host syncs",)),
     Technique("fused optimizer", "9.0", "time", "none", "where products take the time",
               lambda job: changed(job, make_optimizer=fused_adam), ("fused optimizer",)),
-    Technique("bf16 autocast", "9.1", "both", "three digits", "hardware without bf16; small batches", _half,
+    Technique("bf16 autocast", "9.1", "both", "three digits", "hardware without bf16; small batches",
+              _loss(autocast_loss),
               ("bf16 autocast",)),
     Technique("bf16 weights", "9.1", "memory", "small updates vanish", "without a copy in fp32",
               lambda job: changed(job, make_model=lambda: Classifier().to(torch.bfloat16)),
@@ -241,7 +256,7 @@ TECHNIQUES = (
     Technique("pruning: half of each MLP", "9.9", "both", "accuracy; train again", "single zeros save nothing",
               _model(hidden=2 * WIDTH)),
     Technique("distillation: half the width", "9.9", "both", "a teacher", "labels for everything",
-              _model(width=WIDTH // 2, hidden=2 * WIDTH)),
+              _loss(distilling_loss, make_model=Distilled)),
     Technique("LoRA, rank 4", "9.9", "both", "may learn less", "where activations fill the memory",
               lambda job: changed(job, make_model=adapted)),
 )  # fmt: skip

@@ -1,6 +1,7 @@
 """A training step with habits that a trace shows, in a file so that stacks name its lines; and how it is traced."""
 
 import contextlib
+import functools
 import json
 import tempfile
 import threading
@@ -72,9 +73,12 @@ def job(layers: int = 3, optimizer: type = torch.optim.SGD, **options) -> tuple:
     return model, optimizer(model.parameters(), lr=1e-3, **options), torch.randn(32, 64)
 
 
+made_once = functools.cache(job)
+
+
 def five(options: dict | None = None) -> None:
-    """Five steps; with `options`, under a profiler with these."""
-    model, optimizer, inputs = job()
+    """Five steps of one job; with `options`, under a profiler with these."""
+    model, optimizer, inputs = made_once()
     watch = contextlib.nullcontext() if options is None else profile(activities=[ProfilerActivity.CPU], **options)
     with watch:
         for _ in range(5):
