@@ -32,7 +32,6 @@ from speedlab.checks.core import (
     diagnose,
     expect,
     fail,
-    number,
     sequence,
     where,
     whole,
@@ -230,7 +229,7 @@ def moved(answer: Callable[[list[Step], dict[str, int], set[str]], tuple[int, in
             "It reads each input that is used once, and writes each result in `kept` once.",
         )
         for which, how in enumerate(("run eagerly, the operations move", "the fused kernel moves")):
-            got = number(found[which], "A number of bytes")
+            got = whole(found[which], "A number of bytes")
             faults = {why: float(_bytes(chain, elements, kept, f)[which]) for f, why in _CHAIN_FAULTS.items()}
             expect(
                 got == wanted[which],
