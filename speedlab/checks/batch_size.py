@@ -11,19 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from speedlab.checks.core import (
-    apart,
-    ask,
-    check,
-    close,
-    diagnose,
-    expect,
-    fail,
-    number,
-    sequence,
-    where,
-    whole,
-)
+from speedlab.checks.core import apart, ask, check, close, diagnose, expect, fail, number, sequence, where, whole
 
 MARGIN = 0.9
 _PATIENCE = 100

@@ -224,10 +224,7 @@ def close(got: object, wanted: object, relative: float = 1e-5, absolute: float =
 
 
 def diagnose(
-    got: object,
-    faults: Mapping[str, object],
-    otherwise: str = "",
-    same: Callable[[object, object], bool] = close,
+    got: object, faults: Mapping[str, object], otherwise: str = "", same: Callable[[object, object], bool] = close
 ) -> str:
     """The hint of the first fault that explains what an answer gave, or `otherwise`.
 
