@@ -38,12 +38,21 @@ BORROWED = [
     "from speedlab.checks.core import _kind\n\ndef f():\n    return _kind(1)",
     "def f():\n    from speedlab.checks.core import _kind\n    return _kind(1)",
     "def f():\n    from speedlab.checks import core\n    return [core._kind(i) for i in range(3)]",
+    "from speedlab.checks import core\n\ndef g():\n    return core._kind(1)\n\ndef f():\n    return g()",
+    "from speedlab.checks import core\n\nclass G:\n    def g(self):\n        return core._kind(1)\n\n"
+    "def f():\n    return G().g()",
+    "from speedlab.checks.core import _kind as g\n\ndef f():\n    return g(1)",
+    "from speedlab.checks import core\n\ng = core._kind\n\ndef f():\n    return g(1)",
+    "from speedlab.checks import core\n\ndef f():\n    return getattr(core, '_kind')(1)",
+    "import speedlab.checks.core\n\ndef f():\n    return speedlab.checks.core._kind(1)",
+    "from speedlab.checks import core\n\nf = lambda: core._kind(1)",
 ]
 OWN = [
     "from speedlab.checks import core as checks\n\ndef f():\n    return checks.whole(1)",
     "def _kind(x):\n    return x\n\ndef f():\n    return _kind(1)",
     "def f():\n    class Mine:\n        _kind = 1\n    return Mine._kind + Mine()._kind",
     "import torch\n\ndef f():\n    return torch._C is None",
+    "def g():\n    return '_'\n\ndef f():\n    return {'_kinds': g(), '__name__': '__init__'}",
     "from speedlab.checks.compile import Scorer\n\n_ = Scorer()\n\ndef f():\n    return [_ for _ in range(3)]",
 ]
 
@@ -56,6 +65,14 @@ def test_an_answer_may_not_call_the_checks_own_functions(source):
 @pytest.mark.parametrize("source", OWN)
 def test_private_names_of_its_own_are_no_matter(source):
     assert said(call, made(source)["f"]) == "correct"
+
+
+def test_an_answer_that_must_predict_cannot_run_what_it_predicts():
+    def runs():
+        with core.without("Predict.", "mm"):
+            return torch.ones(2, 2) @ torch.ones(2, 2)
+
+    assert said(call, runs).endswith("Predict.")
 
 
 # --- Stubs ----------------------------------------------------------------------------------------------------------

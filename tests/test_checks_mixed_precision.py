@@ -8,11 +8,13 @@ import pytest
 import torch
 from notebook_answers import attacks, defined, named
 from torch import nn
+from torch.optim import adam as functional
 
 from speedlab import count
 from speedlab.checks import mixed_precision as checks
 
 NAME = "exercise-1-mixed-precision.ipynb"
+SETTINGS = checks._SETTINGS
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 TASKS = ("gap", "setting", "train_step", "saved_bytes", "break_even", "first_broken", "weights_lost", "safe_eps")
 
@@ -93,7 +95,7 @@ def test_gap_rejects(answer, words, rejects):
 
 @pytest.mark.parametrize("kind", [tuple, list, iter, lambda made: (*made[:2], np.bool_(made[2]))])
 def test_setting_accepts(kind, verdict):
-    assert verdict("setting", lambda p: kind(checks.SETTINGS[p])) == "correct"
+    assert verdict("setting", lambda p: kind(SETTINGS[p])) == "correct"
 
 
 @pytest.mark.parametrize(
@@ -120,7 +122,7 @@ def test_setting_accepts(kind, verdict):
     ],
 )
 def test_setting_rejects(precision, changed, word, rejects):
-    rejects("setting", lambda p: {**checks.SETTINGS, precision: changed}[p], precision, word)
+    rejects("setting", lambda p: {**SETTINGS, precision: changed}[p], precision, word)
 
 
 # --- Task 3 ---------------------------------------------------------------------------------------------------------
@@ -149,7 +151,7 @@ def changed_step(*changes: tuple[str, str]) -> object:
     for old, new in changes:
         assert source.count(old) == 1, old
         source = source.replace(old, new)
-    names = {"torch": torch, "nn": nn, "math": math, "SETTINGS": checks.SETTINGS, "__name__": "made"}
+    names = {"torch": torch, "nn": nn, "math": math, "SETTINGS": SETTINGS, "__name__": "made"}
     return defined(source, f"<changed {hash(source)}>", **names)["train_step"]
 
 
@@ -298,7 +300,7 @@ def bytes_by_formula(
 
     def predict(precision: str, tokens: int, width: int) -> float:
         mixed = precision.endswith("mixed")
-        size = checks.SETTINGS[precision][1].itemsize
+        size = SETTINGS[precision][1].itemsize
         norm, *others = tensors
         elements = norm * (norm_mixed if mixed else size) + size * sum(others) + extra * size
         total = elements * tokens * width + statistics * tokens
@@ -428,6 +430,18 @@ def at_once(model, loss_fn, optimizer, inputs, targets):
     return None if torch.isfinite(flat).all() else "weights"
 
 
+def by_the_norm(model, loss_fn, optimizer, inputs, targets):
+    """All gradients as one number, as clipping reports them."""
+    optimizer.zero_grad()
+    logits = model(inputs)
+    loss = loss_fn(logits, targets)
+    loss.backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), math.inf)
+    optimizer.step()
+    stages = {"logits": [logits], "loss": [loss], "gradients": [norm], "weights": model.parameters()}
+    return next((stage for stage, found in stages.items() if any(not t.isfinite().all() for t in found)), None)
+
+
 DIAGNOSES = {
     "all at the end": broken_by(),
     "at once": at_once,
@@ -445,6 +459,7 @@ WRONG_DIAGNOSES = {
     "without the logits": (broken_by(stages=("loss", "gradients", "weights")), "'logits' broke first"),
     "large numbers": (broken_by(is_broken=lambda t: t.abs().max() > 1 or not t.isfinite().all()), "finite number"),
     "of a sum": (broken_by(is_broken=lambda t: not t.sum().isfinite()), "large logits", "not a sum"),
+    "of the norm": (by_the_norm, "whose norm", "not a sum"),
     "the last one only": (broken_by(is_broken=lambda t: not t.flatten()[-1].isfinite()), "in the middle"),
     "the first one only": (broken_by(is_broken=lambda t: not t.flatten()[0].isfinite()), "logits"),
     "no biases": (broken_by(biases=False), "bias"),
@@ -496,6 +511,14 @@ def lost_eps(g: torch.Tensor, eps: float) -> bool:
     return torch.tensor(eps, dtype=g.dtype) == 0
 
 
+def through_the_function(gradients, eps, beta2):
+    """Adam without an optimizer object."""
+    weights, first, second = torch.ones_like(gradients), *torch.zeros(2, *gradients.shape, dtype=gradients.dtype)
+    settings = dict(amsgrad=False, beta1=0.9, beta2=beta2, lr=1e-3, weight_decay=0.0, eps=eps, maximize=False)
+    functional.adam([weights], [gradients], [first], [second], [], [torch.tensor(0.0)], **settings)
+    return (~weights.isfinite()).sum()
+
+
 RIGHT_LOST = lost_where(stored_v)
 LOST = {
     "through double precision": RIGHT_LOST,
@@ -516,6 +539,7 @@ WRONG_LOST = {
                     "(1 - beta2)"),
     "fp16 only": (lambda g, eps, beta2: RIGHT_LOST(g, eps, beta2) if g.dtype == FP16 else 0, "eps itself"),
     "runs Adam": (lambda g, eps, beta2: int(checks.first_adam_step(g, eps, beta2).isnan().sum()), "an optimizer"),
+    "runs Adam as a function": (through_the_function, "an optimizer"),
     "nan": (lambda g, eps, beta2: math.nan, "is nan"),
     "nothing": (lambda g, eps, beta2: None, "return"),
     "all": (lambda g, eps, beta2: 400, "you predict 400"),
@@ -654,7 +678,7 @@ RIGHT = {"V100": "16-mixed", "H100": "bf16-mixed", "laptop": "32-true", "server"
 
 @pytest.mark.parametrize("name", RIGHT)
 def test_machines_gives_a_reason_for_every_wrong_setting(name, verdict):
-    for wrong in set(checks.SETTINGS) - {RIGHT[name]}:
+    for wrong in set(SETTINGS) - {RIGHT[name]}:
         said = verdict("machines", lambda wrong=wrong: {**RIGHT, name: wrong})
         assert said.startswith(f"not yet right. {name}: not {wrong}.") and len(said.split()) > 12, said
 

@@ -363,6 +363,7 @@ WRONG_COUNTS = {
     "ceil of (p-1-(p-1)l)/l": (lambda p, limit: max(1, math.ceil((p - 1 - (p - 1) * limit) / limit)), "a hair above"),
     "rounded": (lambda p, limit: max(1, round((p - 1) * (1 - limit) / limit)), "For 3 stages", "too few"),
     "rounded down": (lambda p, limit: max(1, math.floor((p - 1) * (1 - limit) / limit + 1e-9)), "too few"),
+    "a fixed margin": (lambda p, limit: max(1, int((p - 1) * (1 - limit) / limit + 0.999)), "too few"),
     "rounded down, plus one": (lambda p, limit: math.floor((p - 1) * (1 - limit) / limit + 1e-9) + 1, "more than"),
     "all p stages": (lambda p, limit: math.ceil(p * (1 - limit) / limit), "p, or fewer"),
     "strictly below": (lambda p, limit: next(m for m in itertools.count(1) if (p - 1) / (m + p - 1) < limit), "more"),

@@ -4,25 +4,14 @@ import copy
 import math
 import operator
 import random
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from speedlab.checks.core import (
-    apart,
-    ask,
-    check,
-    close,
-    diagnose,
-    expect,
-    fail,
-    number,
-    sequence,
-    where,
-    whole,
-)
+from speedlab.checks.core import apart, ask, check, close, diagnose, expect, fail, number, sequence, where, whole
 
 MARGIN = 0.9
 _PATIENCE = 100
@@ -81,6 +70,9 @@ def _half_a_step(training: Training) -> None:
         next(training.model.parameters()).add_(1)
 
 
+_LAWS = weakref.WeakKeyDictionary()  # not on the device, where a search could read them
+
+
 class Device:
     """A simulated device: the steps are real, on four rows; memory and throughput follow laws of the batch size.
 
@@ -94,7 +86,7 @@ class Device:
         throughput: Callable[[int], float],
         broken: Callable[[int], bool] = lambda size: False,
     ):
-        self._memory, self._throughput, self._broken = memory, throughput, broken
+        _LAWS[self] = memory, throughput, broken
         self.training = training()
         self.tried: list[int] = []
         self.ran: dict[int, Trial] = {}
@@ -108,19 +100,20 @@ class Device:
         expect(len(self.tried) < _PATIENCE, f"You make more than {_PATIENCE} trials on one device. "
                "Does your search end? Double the size, then halve the gap.")  # fmt: skip
         self.tried.append(batch_size)
-        used = self._memory(batch_size)
-        if used > 1 or self._broken(batch_size):
+        memory, throughput, broken = _LAWS[self]
+        used = memory(batch_size)
+        if used > 1 or broken(batch_size):
             _half_a_step(self.training)
             raise OutOfMemory(f"A batch of {batch_size} does not fit.")
         step(self.training)
-        self.ran[batch_size] = Trial(batch_size, self._throughput(batch_size), used)
+        self.ran[batch_size] = Trial(batch_size, throughput(batch_size), used)
         return self.ran[batch_size]
 
 
 def _speed(device: Device, batch_size: int) -> float:
     """Samples per second at this size, without a trial, or 0 where it does not run within the margin."""
-    fits = device._memory(batch_size) <= MARGIN and not device._broken(batch_size)
-    return device._throughput(batch_size) if fits else 0.0
+    memory, throughput, broken = _LAWS[device]
+    return throughput(batch_size) if memory(batch_size) <= MARGIN and not broken(batch_size) else 0.0
 
 
 # --- Task 1 ---------------------------------------------------------------------------------------------------------
@@ -188,8 +181,8 @@ def remember(answer: Callable[[Training], Callable[[], None]]) -> None:
             _half_a_step(made)
             put_back()
             part = changed(before, made)
-            expect(part is None, f"With {steps} steps behind it and some more since, the training's {part} "
-                   f"differs from before{time}. {_PARTS.get(part)}")  # fmt: skip
+            expect(part is None, f"With {steps} steps behind it and some more since, the training "
+                   f"differs from before{time} in its {part}. {_PARTS.get(part)}")  # fmt: skip
             own = {id(p) for group in made.optimizer.param_groups for p in group["params"]}
             expect(own == set(map(id, made.model.parameters())), "After put_back, the optimizer steps other tensors "
                    "than those of the model. Write into the model's own: load without `assign=True`.")  # fmt: skip

@@ -24,19 +24,7 @@ from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from speedlab.checks.core import (
-    ask,
-    check,
-    choices,
-    close,
-    diagnose,
-    expect,
-    fail,
-    number,
-    sequence,
-    where,
-    whole,
-)
+from speedlab.checks.core import ask, check, choices, close, diagnose, expect, fail, sequence, where, whole
 
 # (result, operation, operands): a chain is a list of these
 Step = tuple[str, str, list[str]]
@@ -117,11 +105,7 @@ _ROWS, _WIDTH = 64, 48
 _FULL, _VECTOR = (_ROWS, _WIDTH), (_WIDTH,)
 Case = tuple[list[Step], dict[str, tuple[int, ...]], set[str]]
 CHAINS: dict[str, Case] = {
-    "three in a row": (
-        [("a", "exp", ["x"]), ("b", "tanh", ["a"]), ("c", "sigmoid", ["b"])],
-        {"x": _FULL},
-        {"c"},
-    ),
+    "three in a row": ([("a", "exp", ["x"]), ("b", "tanh", ["a"]), ("c", "sigmoid", ["b"])], {"x": _FULL}, {"c"}),
     "bias, GELU, residual": (
         [("a", "add", ["x", "bias"]), ("b", "gelu", ["a"]), ("c", "add", ["b", "residual"])],
         {"x": _FULL, "bias": _VECTOR, "residual": _FULL},
@@ -230,7 +214,7 @@ def moved(answer: Callable[[list[Step], dict[str, int], set[str]], tuple[int, in
             "It reads each input that is used once, and writes each result in `kept` once.",
         )
         for which, how in enumerate(("run eagerly, the operations move", "the fused kernel moves")):
-            got = number(found[which], "A number of bytes")
+            got = whole(found[which], "A number of bytes")
             faults = {why: float(_bytes(chain, elements, kept, f)[which]) for f, why in _CHAIN_FAULTS.items()}
             expect(
                 got == wanted[which],
@@ -608,16 +592,10 @@ _REASONS = {
     ("sweep", "block by block"): "A shorter cold start helps, but each trial saves no more than 3 s in all.",
     ("sweep", "dynamic shapes"): "The shapes do not change, and no graph pays for itself within 3 s of savings.",
     ("vision", "leave it"): "A minute of cold start stands against a fifth of three days.",
-    (
-        "vision",
-        "block by block",
-    ): "It would work, but a minute in three days is little: take the larger gain.",
+    ("vision", "block by block"): "It would work, but a minute in three days is little: take the larger gain.",
     ("vision", "dynamic shapes"): "One shape, drop_last: a graph for fixed sizes is the faster one.",
     ("deep", "leave it"): "A gain of 22% on runs of two hours pays for two minutes of compiling.",
-    (
-        "deep",
-        "whole model",
-    ): "Forty minutes of each two hours would be spent compiling: a third, to gain a quarter.",
+    ("deep", "whole model"): "Forty minutes of each two hours would be spent compiling: a third, to gain a quarter.",
     ("deep", "dynamic shapes"): "The shapes are fixed; the cold start is what costs.",
     ("service", "leave it"): "It runs for months. What speaks against compiling is only the number of lengths.",
     ("service", "whole model"): "A graph for each of 2,000 lengths takes 20 s each, and Dynamo gives up after eight.",

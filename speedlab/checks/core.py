@@ -25,6 +25,7 @@ answer that does not end within `seconds`. A test shortens the limit by `check.s
 - fail: `expect(ok, hint)`, `fail(hint)`, `with where(case):`. No `except Exception` in the answer catches them.
 - call: `ask(answer, *arguments)` hands over copies, so that what is judged is compared with the originals.
 - read: `number`, `whole`, `sequence` take whatever a reasonable person returns, and refuse nan, None, text by name.
+- forbid: `with without(hint, "mm"):` where an answer is to predict, not to run.
 - compare: `distance`, `close`: numbers, tensors, models, sequences of them; what holds a nan is infinitely far away.
 - say: `diagnose(got, {hint: what an answer with that fault gives})`, `apart(got, wanted)` as text that differs.
 - threads and processes: `side_by_side(*works, seconds=)`, `on_ranks(work, ranks, *answers)`.
@@ -56,6 +57,7 @@ from typing import NoReturn
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from speedlab import launch
 
@@ -153,6 +155,18 @@ def ask(answer: Callable, *arguments, **options) -> object:
     return answer(*arguments, **options)
 
 
+class without(TorchDispatchMode):
+    """Inside, PyTorch's operations whose names hold one of these words end the check with the hint."""
+
+    def __init__(self, hint: str, *words: str):
+        super().__init__()
+        self.hint, self.words = hint, words
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        expect(not any(word in func._schema.name for word in self.words), self.hint)
+        return func(*args, **(kwargs or {}))
+
+
 def number(value: object, what: str = "What you return") -> float:
     """Read a finite number of any type: Python's, numpy's, a Fraction, an array or a tensor of one element."""
     expect(value is not None, f"{what} came back as None. Does your function return its result?")
@@ -210,10 +224,7 @@ def close(got: object, wanted: object, relative: float = 1e-5, absolute: float =
 
 
 def diagnose(
-    got: object,
-    faults: Mapping[str, object],
-    otherwise: str = "",
-    same: Callable[[object, object], bool] = close,
+    got: object, faults: Mapping[str, object], otherwise: str = "", same: Callable[[object, object], bool] = close
 ) -> str:
     """The hint of the first fault that explains what an answer gave, or `otherwise`.
 
@@ -283,23 +294,24 @@ def is_stub(function: object) -> bool:
 
 
 def _borrowed(answer: Callable) -> str:
-    """The name of something private that an answer takes from the checks; empty: nothing."""
+    """The name of something private that an answer, or a helper of its own, takes from the checks; empty: nothing."""
     space = getattr(inspect.unwrap(answer), "__globals__", {})
+    modules = {name: value for name, value in sys.modules.items() if name.startswith(_PACKAGE)}
+    checks = {name for name, value in space.items() if any(value is module for module in modules.values())}
     try:
-        nodes = list(ast.walk(ast.parse(textwrap.dedent(inspect.getsource(answer)))))
-    except (OSError, TypeError, SyntaxError, ValueError):
+        text = inspect.getsource(answer) if answer.__name__ == "<lambda>" else source(answer)
+        nodes = list(ast.walk(ast.parse(textwrap.dedent(text))))
+    except (AttributeError, OSError, TypeError, SyntaxError, ValueError):
         return ""  # a lambda in the middle of a line, or something without a source
-    modules = {name: value.__name__ for name, value in space.items() if isinstance(value, types.ModuleType)}
-    checks = {name for name, module in modules.items() if module.startswith(_PACKAGE)}
-    made = {name: value for name, value in space.items() if isinstance(value, types.FunctionType | type)}
-    names = {name for name, value in made.items() if str(value.__module__).startswith(_PACKAGE)}
-    for node in nodes:
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(_PACKAGE.partition(".")[0]):
-            checks |= {alias.asname or alias.name for alias in node.names}
-            names |= {alias.name for alias in node.names}
-    used = {node.attr for node in nodes if isinstance(node, ast.Attribute) and getattr(node.value, "id", 0) in checks}
-    used |= {node.id for node in nodes if isinstance(node, ast.Name)} & names
-    return next((name for name in sorted(used) if name.startswith("_")), "")
+    imports = [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
+    ours = [node for node in imports if _PACKAGE.partition(".")[0] in ast.unparse(node)]
+    names = [alias for node in ours for alias in node.names]
+    checks |= {alias.asname or alias.name for alias in names} | modules.keys()
+    used = {alias.name for alias in names}
+    used |= {node.attr for node in nodes if isinstance(node, ast.Attribute) and ast.unparse(node.value) in checks}
+    texts = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    used |= {text for text in texts if any(hasattr(module, text) for module in modules.values())}  # for getattr
+    return next((name for name in sorted(used) if name.startswith("_") and not name.endswith("__")), "")
 
 
 @contextlib.contextmanager

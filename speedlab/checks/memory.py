@@ -7,7 +7,6 @@ import math
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -15,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from speedlab import count
-from speedlab.checks.core import ask, check, close, diagnose, distance, expect, fail, sequence, where, whole
+from speedlab.checks.core import ask, check, close, diagnose, distance, expect, fail, sequence, where, whole, without
 
 IGNORED = -100
 MicroBatch = tuple[torch.Tensor, torch.Tensor]
@@ -259,16 +258,12 @@ def counted(blocks: int, batch: int, tokens: int, width: int, accumulate_steps: 
 def kept_bytes(answer: Callable[..., int]) -> None:
     for setup in (*CONFIGURATIONS, *_MORE):
         wanted = counted(**setup)
-        with patch.object(count, "saved_bytes", _no_counter):
+        with without("You run the blocks. Predict with arithmetic, and compare with the counter afterwards.", "mm"):
             got = whole(ask(answer, **setup), "The number of bytes")
         words = "{blocks} blocks, batch {batch}, {tokens} tokens, width {width}, accumulate_steps {accumulate_steps}"
         with where(words.format(**setup) + ", checkpointing" * setup["checkpointing"]):
             if got != wanted:
                 fail(f"the counter finds {wanted} bytes; you predict {got}. {_why_kept(got, **setup)}")
-
-
-def _no_counter(*_) -> None:
-    fail("You call the counter. Predict with arithmetic, and compare with the counter in the next cell.")
 
 
 def _why_kept(

@@ -379,7 +379,7 @@ def bubble(answer: Callable[[int, int], float]) -> None:
 def enough(answer: Callable[[int, float], int]) -> None:
     # where a formula in floating point goes wrong, and where rounding to the nearest does; then all sorts
     cases = [(4, 0.1), (4, 0.2), (7, 0.2), (10, 0.9), (3, 0.45), (3, 0.3), (2, 0.5), (1, 0.1), (8, 0.05), (16, 0.2)]
-    cases += [(p, limit) for p in (2, 3, 5, 6, 9, 13) for limit in (0.04, 0.15, 0.25, 0.35, 0.6, 0.8)]
+    cases += [(2, 0.3333)] + [(p, limit) for p in (2, 3, 5, 6, 9, 13) for limit in (0.04, 0.15, 0.25, 0.35, 0.6, 0.8)]
     for p, limit in cases:
         exact = Fraction(str(limit))
         solved = (p - 1) * (1 - exact) / exact
