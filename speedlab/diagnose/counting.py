@@ -5,6 +5,7 @@ inputs and outputs, as if nothing stayed in a cache; FLOPs are those of products
 """
 
 import contextlib
+import gc
 import logging
 import os
 import sys
@@ -12,7 +13,7 @@ import threading
 import traceback
 import weakref
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -109,9 +110,11 @@ def counts(job: Job, *, breaks: bool = True) -> Counts:
             job.train(model, optimizer, batch)
         graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
         watches = []
+        products.enter_context(_collector_held())
         for batch in batches[4:]:
             with _Watch(model, optimizer, batch) as watch:
                 job.train(model, optimizer, batch)
+            gc.collect()
             watches.append((watch, watch.left_behind()))
         watch, again = watches[0][0], set.intersection(*(set(watch.moved) for watch, _ in watches))
         state = count.state_bytes(model, optimizer)
@@ -140,6 +143,21 @@ def counts(job: Job, *, breaks: bool = True) -> Counts:
             calls_per_batch=_calls(job.loader) if job.loader is not None else None,
             batch_size=size_of(batches[4]),
         )
+
+
+@contextlib.contextmanager
+def _collector_held() -> Iterator[None]:
+    """Keep Python from collecting garbage when it likes: tensors in a cycle then live as long in every run."""
+    running = gc.isenabled()
+    gc.disable()
+    gc.collect()
+    gc.freeze()  # what exists need not be looked through at each collection
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        if running:
+            gc.enable()
 
 
 class _Watch(TorchDispatchMode):
