@@ -98,11 +98,11 @@ class Counts:
 
 def counts(job: Job, *, breaks: bool = True) -> Counts:
     """Count the fifth training step of a fresh model: by then the optimizer's state exists and caches are warm."""
-    with untouched(), contextlib.ExitStack() as products:
+    with untouched(), contextlib.ExitStack() as around:
         torch._dynamo.reset()  # what an earlier count compiled would hide that this one compiles
         model, optimizer = job.built()
         # what the hardware lacks takes minutes and counts the same
-        products.enter_context(compat.half_products(next((p.device for p in model.parameters()), "cpu")))
+        around.enter_context(compat.half_products(next((p.device for p in model.parameters()), "cpu")))
         batches = [job.batch() for _ in range(7)]
         graphs = []
         for batch in batches[:4]:
@@ -110,7 +110,7 @@ def counts(job: Job, *, breaks: bool = True) -> Counts:
             job.train(model, optimizer, batch)
         graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
         watches = []
-        products.enter_context(_collector_held())
+        around.enter_context(_collector_held())
         for batch in batches[4:]:
             with _Watch(model, optimizer, batch) as watch:
                 job.train(model, optimizer, batch)
