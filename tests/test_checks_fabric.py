@@ -79,6 +79,7 @@ WRONG_TRAININGS = {
     "eval mode": ([("    model.train()\n", "    model.eval()\n")], "model.train()"),
     "no train mode": ([("    model.train()\n", "")], "model.train()"),
     "the last loss": ([("    return losses", "    return losses[-1:]")], "hold 4 things, not 1"),
+    "rounded": ([("loss.item()", "round(loss.item(), 5)")], "Only the last digits differ"),
     "no list": ([("    return losses", "    return loss.item()")], "must be a list"),
     "nothing": ([("    return losses", "    return None")], "None"),
     "nan": ([("loss.item()", "float('nan')")], "nan"),

@@ -182,8 +182,10 @@ def train(answer: Callable[..., list[float]]) -> None:
             if losses != wanted:
                 step = next(i for i, (got, right) in enumerate(zip(losses, wanted, strict=True)) if got != right)
                 got, right = apart(losses[step], wanted[step], least=6)
-                candidates = {hint: functools.partial(_losses, task, **fault) for hint, fault in _MISTAKES.items()}
-                why = diagnose(losses, candidates, "Is the order of the batches, or anything before it, another one?")
+                digits = "Only the last digits differ: are they rounded, or computed in another order?"
+                faults = {hint: functools.partial(_losses, task, **fault) for hint, fault in _MISTAKES.items()}
+                faults = {digits: close(losses, wanted, 1e-4)} | faults
+                why = diagnose(losses, faults, "Is the order of the batches, or anything before it, another one?")
                 why = (
                     why if ("backward", False) in fabric.log else "No gradient was computed: `fabric.backward(loss)`."
                 )

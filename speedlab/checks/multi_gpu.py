@@ -1,7 +1,7 @@
 """The checks of exercise 3, multi-GPU: a loop turned into DDP, five mistakes mended, a checkpoint in parts.
 
-Answers run on three real processes, that of task 1 on two of them as well. They write down what the model reads and
-what they send. It is judged against the training of one process, and against simulated faults.
+Answers run on three real processes, those of tasks 1 and 2 on two of them as well. They write down what the model
+reads and what they send. It is judged against the training of one process, and against simulated faults.
 """
 
 import atexit
@@ -245,17 +245,15 @@ def _judge_hands(reads: Sequence[Sequence[int]], epochs: int) -> None:
 
 # --- Task 2 ---------------------------------------------------------------------------------------------------------
 
-# rows, held-out rows, epochs, batch of a rank, lr
-_MENDINGS = ((39, 13, 2, 4, 0.05), (24, 4, 3, 4, 0.02))
+# ranks, rows, held-out rows, epochs, batch of a rank, lr
+_MENDINGS = ((RANKS, 39, 13, 2, 4, 0.05), (RANKS, 24, 4, 3, 4, 0.02), (2, 26, 9, 2, 4, 0.05))
 
 
 def _mend_on_a_rank(rank: int, fit: Callable, finish: Callable) -> list[dict]:
     reports = []
-    for count, held, epochs, batch, lr in _MENDINGS:
+    for ranks, count, held, epochs, batch, lr in _MENDINGS:
         rows, plain, saved = Rows(count, seed=1), make_model(seed=rank), []
-        read, model = _watched(plain, rows), DistributedDataParallel(plain)
-        sampler = DistributedSampler(rows, seed=0)
-        loader = DataLoader(rows, batch, sampler=sampler, drop_last=True)
+        read = _watched(plain, rows)
 
         def save(given: object, saved: list = saved) -> None:
             expect(isinstance(given, nn.Module), f"save(..) is given {type(given).__name__}. Give it model.module.")
@@ -263,10 +261,14 @@ def _mend_on_a_rank(rank: int, fit: Callable, finish: Callable) -> list[dict]:
             expect(not wrapped, "save(model) writes names that begin with `module.`. Save model.module.")
             saved.append(_weights(given))
 
-        with torch.enable_grad():  # also where an answer has turned it off before
-            losses = fit(model, sampler, loader, epochs, lr, rank, RANKS)
+        with _among(ranks), torch.enable_grad():  # also where an answer has turned it off before
+            if rank >= ranks:
+                continue
+            model, sampler = DistributedDataParallel(plain), DistributedSampler(rows, seed=0)
+            loader = DataLoader(rows, batch, sampler=sampler, drop_last=True)
+            losses = fit(model, sampler, loader, epochs, lr, rank, ranks)
             losses = [number(loss, "A loss") for loss in sequence(losses, "What fit returns")]
-            accuracy = number(finish(model, Rows(held, seed=2), rank, RANKS, save), "The accuracy")
+            accuracy = number(finish(model, Rows(held, seed=2), rank, ranks, save), "The accuracy")
         report = {"losses": losses, "accuracy": accuracy, "weights": _weights(plain), "read": read, "saved": saved}
         reports.append(report)
     return reports
@@ -286,35 +288,36 @@ def _mended(count: int, reads: Sequence, lr: float, fault: str = "") -> tuple[to
     return _weights(model), torch.stack(losses)
 
 
-def _mending_faults(played: Callable, lr: float) -> dict[str, object]:
-    return {
-        "`lr` is meant for the batch of one rank. By the linear rule the rate grows with world_size.": (
-            lambda: played(lr)[0]
-        ),
-        "The rate is divided by world_size; by the linear rule it is multiplied.": lambda: played(lr / RANKS)[0],
-        "Gradients are no longer set to zero in each step.": lambda: played(lr * RANKS, "zero_grad")[0],
-        "They are not those that the larger batch reaches at lr * world_size.": True,
-    }
+_FIXED = f"There are not always {RANKS} ranks: use world_size."
+_MENDING_FAULTS = {  # hint -> the rate, in rates and ranks, and what else is wrong
+    "`lr` is meant for the batch of one rank. By the linear rule the rate grows with world_size.": (0, ""),
+    "The rate is divided by world_size; by the linear rule it is multiplied.": (-1, ""),
+    "Gradients are no longer set to zero in each step.": (1, "zero_grad"),
+}
 
 
 @check("Task 2, five mistakes")
 def mended(fit: Callable, finish: Callable) -> None:
     """One hint a mistake, each with what it does to the numbers."""
-    for case, found in zip(_MENDINGS, zip(*on_ranks(_mend_on_a_rank, RANKS, fit, finish), strict=True), strict=True):
-        count, held, epochs, batch, lr = case
+    reports = on_ranks(_mend_on_a_rank, RANKS, fit, finish)
+    for place, (ranks, count, held, epochs, batch, lr) in enumerate(_MENDINGS):
+        found = [report[place] for report in reports[:ranks]]
         reads, weights = [report["read"] for report in found], [report["weights"] for report in found]
-        steps = epochs * (count // RANKS // batch)
+        steps = epochs * (count // ranks // batch)
         for rank, read in enumerate(reads):
             here = f"rank {rank} trains on {len(read)} batches. In {epochs} epochs its loader has {steps}."
             expect([len(b) for b in read] == [batch] * steps, here)
-        with where("One mistake that is left"):
+        with where("One mistake that is left" + f", on {ranks} ranks" * (ranks != RANKS)):
             _judge_hands([[row for b in read for row in b] for read in reads], epochs)
-            wanted, losses = _mended(count, reads, lr * RANKS)
+            wanted, losses = _mended(count, reads, lr * ranks)
             _judge_copies(weights)
             if not _near(weights[0], wanted):
-                played = functools.partial(_mended, count, reads)
-                fail(f"the weights. {diagnose(weights[0], _mending_faults(played, lr), same=_near)}")
-            for rank in reversed(range(RANKS)):  # on rank 0, its own losses and those of rank 0 are the same
+                faults = {hint: (lr * ranks**power, fault) for hint, (power, fault) in _MENDING_FAULTS.items()}
+                hints = {hint: _mended(count, reads, *fault)[0] for hint, fault in faults.items()}
+                hints[_FIXED] = _mended(count, reads, lr * RANKS)[0]
+                larger = "They are not those that the larger batch reaches at lr * world_size."
+                fail(f"the weights. {diagnose(weights[0], hints, larger, _near)}")
+            for rank in reversed(range(ranks)):  # on rank 0, its own losses and those of rank 0 are the same
                 _judge_losses(rank, found[rank]["losses"], losses)
             _judge_accuracy([report["accuracy"] for report in found], wanted, Rows(held, seed=2))
             _judge_saves([report["saved"] for report in found], wanted)
@@ -334,7 +337,8 @@ def _judge_losses(rank: int, got: Sequence[float], losses: torch.Tensor) -> None
         "They are its own. Average them over the ranks.": losses[:, rank],
         "They are those of rank 0. Average over the ranks.": losses[:, 0],
         "They are the largest of the ranks. Average them.": losses.amax(dim=1),
-        "They are divided by world_size twice.": mean / RANKS,
+        "They are divided by world_size twice.": mean / losses.shape[1],
+        _FIXED: losses.sum(dim=1) / RANKS,
     }
     fail(f"the losses on rank {rank}. {diagnose(got, hints, 'They are not the mean over the ranks.', _near)}")
 
@@ -343,18 +347,20 @@ def _judge_accuracy(got: Sequence[float], wanted: torch.Tensor, rows: Rows) -> N
     model = make_model(0)
     nn.utils.vector_to_parameters(wanted, model.parameters())
     right = (model(rows.inputs).argmax(dim=1) == rows.labels).float()
-    means = [right[rank::RANKS].mean().item() for rank in range(RANKS)]
+    ranks = len(got)
+    means = [right[rank::ranks].mean().item() for rank in range(ranks)]
     for rank, accuracy in enumerate(got):
         hints = {
             "That is its own share of the rows: sum the counts over the ranks, then divide.": means[rank],
             "That is the mean of the ranks' accuracies, whose shares differ in size. Sum the counts, then divide.": (
-                sum(means) / RANKS
+                sum(means) / ranks
             ),
             "That is in percent.": 100 * right.mean(),
             "You divide the rank's own count by all rows: sum it over the ranks first.": (
-                right[rank::RANKS].sum() / len(rows)
+                right[rank::ranks].sum() / len(rows)
             ),
-            "The sum of the counts is divided by this rank's rows.": right.sum() / len(right[rank::RANKS]),
+            "The sum of the counts is divided by this rank's rows.": right.sum() / len(right[rank::ranks]),
+            _FIXED: torch.cat([right[rank::RANKS] for rank in range(ranks)]).sum() / len(rows),
         }
         if not _near(accuracy, right.mean()):
             why = diagnose(accuracy, hints, "Sum the counts over the ranks, then divide.", _near)
@@ -365,7 +371,7 @@ def _judge_accuracy(got: Sequence[float], wanted: torch.Tensor, rows: Rows) -> N
 def _judge_saves(saved: Sequence[Sequence], wanted: torch.Tensor) -> None:
     counts = [len(each) for each in saved]
     expect(
-        counts == [1] + [0] * (RANKS - 1),
+        counts == [1] + [0] * (len(saved) - 1),
         f"the ranks save {', '.join(map(str, counts))} times. Rank 0 should, once, and nobody else.",
     )
     expect(_near(saved[0][0], wanted), "what is saved are not the weights at the end. Save after the training.")
