@@ -109,6 +109,13 @@ def test_a_notebook_is_light_and_normalised(name):
     assert not any({"application/vnd.jupyter.widget-view+json", "text/html"} <= kinds for kinds in stored)
 
 
+@pytest.mark.parametrize("name", [name for name in NOTEBOOKS if not name.startswith("exercises")])
+def test_clocks_were_read_on_a_quiet_machine(name):
+    recorded = NOTEBOOKS[name]["metadata"].get("recorded", {})
+    assert recorded.get("quiet"), f"{name}: run make refresh while the machine does nothing else"
+    assert recorded["busy"] < 1
+
+
 def test_nothing_names_one_machine():
     """No path of this checkout, of a home folder or of a temporary folder stands in what is published."""
     hidden = {".git", ".venv", "build", "__pycache__", ".pytest_cache", ".ruff_cache"}
