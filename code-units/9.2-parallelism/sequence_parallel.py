@@ -1,6 +1,7 @@
 """An MLP with LayerNorm and dropout, cut over all ranks: by tensor parallelism alone, then with its sequence cut."""
 
 import json
+import os
 import sys
 
 import torch
@@ -13,11 +14,11 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.nn import functional as F
 
-dist.init_process_group("gloo")
-rank, world_size = dist.get_rank(), dist.get_world_size()
+rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])  # asked before any rank connects
 T, B, C = 48, 2, 24  # the sequence comes first: that is the dimension which the collectives gather and scatter
 if T % world_size:
     sys.exit(f"This script cuts {T} tokens: start it on a number of processes that divides {T}, not on {world_size}.")
+dist.init_process_group("gloo")
 sent, kept = [], {}
 
 

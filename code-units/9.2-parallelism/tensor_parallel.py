@@ -1,6 +1,7 @@
 """A transformer block's two halves and its loss, cut over all ranks: by hand with two functions, and with DTensor."""
 
 import json
+import os
 import sys
 
 import torch
@@ -12,11 +13,13 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
 from torch.nn import functional as F
 
-dist.init_process_group("gloo")
-rank, world_size = dist.get_rank(), dist.get_world_size()
+rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])  # asked before any rank connects
 B, T, C, HEADS, VOCABULARY = 2, 10, 24, 4, 40
 if HEADS % world_size:
     sys.exit(f"This script cuts {HEADS} attention heads: start it on 1, 2 or 4 processes, not on {world_size}.")
+
+
+dist.init_process_group("gloo")
 
 
 class Enter(torch.autograd.Function):
