@@ -196,4 +196,6 @@ def pytest_terminal_summary(terminalreporter, config):
         terminalreporter.write_line(f"{sum(seconds.values()):7.1f} s  all {len(seconds)} notebooks")
     if watch := config.stash.get(WATCH, None):
         minutes = (time.monotonic() - watch.start_time) / 60
-        terminalreporter.write_line(f"{minutes:.1f} minutes, at most {watch.peak / 1e9:.1f} GB of resident memory")
+        terminalreporter.write_line(
+            f"{minutes:.1f} minutes, at most {watch.peak / 1e9:.1f} GB of resident memory, shared pages counted once"
+        )

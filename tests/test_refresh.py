@@ -3,8 +3,11 @@
 import os
 import subprocess
 import sys
+import time
 
 import nbformat
+import notebooks
+import psutil
 import pytest
 import refresh as tool
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
@@ -169,3 +172,33 @@ def test_detached_processes_of_a_notebook_are_not_others(tmp_path):
         stranger.communicate(b"\n")
     assert asked.returncode == 0, asked.stderr
     assert float(asked.stdout) > 1.9, "what they spent is another's to a stranger, and ours to us"
+
+
+# A parent with 200 MB, and two forks of it that only read them.
+FORKS = """
+import os, sys, time
+pages = bytearray(b"1" * 200_000_000)
+for _ in range(2):
+    if os.fork() == 0:
+        sum(pages[::4096]), print("ready", flush=True), time.sleep(60), os._exit(0)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the system does not tell shared pages")
+def test_memory_that_processes_share_counts_once():
+    watch = notebooks.Watch()
+    parent = subprocess.Popen([sys.executable, "-c", FORKS], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    children = psutil.Process(parent.pid).children
+    try:
+        assert [parent.stdout.readline() for _ in range(2)] == [b"ready\n"] * 2
+        watch.start()
+        deadline = time.monotonic() + 30
+        while not watch.peak and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert 200e6 < watch.peak < 350e6
+    finally:
+        watch.done.set()
+        for process in [*children(), parent]:
+            process.kill()
+        parent.communicate(timeout=30)
