@@ -44,8 +44,9 @@ def test_claims_clocks_figures_imports_and_guesses_are_spared():
             assert spared in source, source
 
 
-def test_a_line_that_only_prints_or_explains_is_not_deleted():
-    assert set(planted("'What it does.'\nprint('four')\nmodel.train()")) == {"deleted: model.train()"}
+def test_a_line_that_only_shows_or_explains_is_not_deleted():
+    showing = ["'What it does.'", "print('four')", "Markdown(path.read_text())", "rows.append((name, f'{x:.1f}'))"]
+    assert set(planted("\n".join([*showing, "found.append(x)"]))) == {"deleted: found.append(x)"}
 
 
 @pytest.mark.parametrize("test", ['device.type == "cuda"', "torch.cuda.is_available()"])
@@ -67,11 +68,11 @@ def test_a_sample_is_seeded_and_takes_every_kind():
     assert len(doubt.sample(found, 10_000, 1)) == len(found)
 
 
-def test_after_a_change_survivors_are_tried_again_and_the_rest_stands():
+def test_after_a_change_what_no_claim_caught_is_tried_again():
     entry, chosen = doubt.plan(None, ["a = 1 + x", "b = 2 * y"], 10, 0)
     assert entry["faults"] == [] and len(chosen) == 4
     entry["faults"] = [{"change": f.change, "kind": f.kind, "result": "survived"} for f in chosen]
-    entry["faults"][0]["result"] = "claim"
+    entry["faults"][0]["result"], entry["faults"][1]["result"] = "claim", "comparison"
     assert doubt.plan(entry, ["a = 1 + x", "b = 2 * y"], 10, 0)[1] == []
     later, again = doubt.plan(entry, ["a = 1 + x", "b = 2 * y", "assert a"], 10, 0)
     assert later["faults"] == entry["faults"][:1] and [f.change for f in again] == [f.change for f in chosen[1:]]

@@ -3,9 +3,9 @@
 For each notebook a seeded sample of changes is drawn: an operator, a constant, a dtype, a keyword left out, a
 line deleted; never in imports, figures, widgets, guesses, in what is timed, in what only a GPU runs, or in the claims
 themselves. With one change at a time the notebook runs again from the top in a fresh kernel. What is found goes to
-results/doubt/units.json; a run goes on where it stopped. After a change of the notebook, survivors are tried again,
-and faults that no longer fit give way to others. A survivor that changes nothing a reader could notice is listed
-with its reason in tools/equivalent_faults.json.
+results/doubt/units.json; a run goes on where it stopped. After a change of the notebook, what no claim caught is
+tried again, and faults that no longer fit give way to others. A survivor that changes nothing a reader could notice
+is listed with its reason in tools/equivalent_faults.json.
 Usage: python tools/doubt.py [--minutes 60] [--faults 12] [--seed 0] [notebook or folder ...]
 """
 
@@ -146,11 +146,18 @@ def _lesson_code(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _does_something(node: ast.AST) -> bool:
-    """Whether this line can be deleted as a fault of the lesson: not one that only prints, nor a docstring."""
+    """Whether this line can be deleted as a fault of the lesson: not one that only shows, nor a docstring."""
     if isinstance(node, ast.Expr):
-        call = isinstance(node.value, ast.Call) and ast.unparse(node.value.func)
-        return call != "print" and not isinstance(node.value, ast.Constant)
+        shown = isinstance(node.value, ast.Call) and _shows(node.value)
+        return not shown and not isinstance(node.value, ast.Constant)
     return isinstance(node, ast.AugAssign)
+
+
+def _shows(call: ast.Call) -> bool:
+    """Whether this prints, or puts a row of texts into a table that is shown below."""
+    name = ast.unparse(call.func)
+    texts = any(isinstance(node, ast.JoinedStr) for argument in call.args for node in ast.walk(argument))
+    return name in ("print", "Markdown") or (name.endswith(".append") and texts)
 
 
 def _spared(node: ast.AST) -> bool:
@@ -201,12 +208,12 @@ def try_fault(path: Path, fault: Fault | None) -> str:
 
 
 def plan(entry: dict | None, sources: list[str], count: int, seed: int) -> tuple[dict, list[Fault]]:
-    """What holds of earlier results, and the faults to try: survivors again where the code has changed."""
+    """What holds of earlier results, and the faults to try: after a change, again what no claim caught."""
     mark = hashlib.sha256("\n".join(sources).encode()).hexdigest()[:12]
     entry = entry or {"made_by": mark, "faults": []}
     possible = {fault.change: fault for fault in faults(sources)}
     rows = [row for row in entry["faults"] if row["change"] in possible]
-    again = [] if entry["made_by"] == mark else [row["change"] for row in rows if row["result"] == "survived"]
+    again = [] if entry["made_by"] == mark else [row["change"] for row in rows if row["result"] != "claim"]
     kept = [row for row in rows if row["change"] not in again]
     fresh = [
         f for f in sample(list(possible.values()), count, seed) if f.change not in {row["change"] for row in rows}

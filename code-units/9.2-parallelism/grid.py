@@ -1,6 +1,7 @@
 """Four ranks on a 2 x 2 grid, used twice: FSDP with tensor parallelism, and hybrid sharding (HSDP)."""
 
 import json
+import os
 import sys
 
 import torch
@@ -12,10 +13,10 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 
-dist.init_process_group("gloo")
-world_size = dist.get_world_size()
+world_size = int(os.environ["WORLD_SIZE"])  # asked before any rank connects
 if world_size != 4:
     sys.exit(f"This script lays its ranks on a grid of 2 x 2: start it on 4 processes, not on {world_size}.")
+dist.init_process_group("gloo")
 
 
 def build():

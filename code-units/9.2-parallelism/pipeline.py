@@ -17,11 +17,11 @@ SCHEDULES = {  # torch's class, stages per rank, whether it takes a list of stag
     "interleaved": (pipelining.ScheduleInterleaved1F1B, 2, True),
     "zero bubble": (pipelining.ScheduleInterleavedZeroBubble, 1, True),
 }
-dist.init_process_group("gloo")
-rank, world_size = dist.get_rank(), dist.get_world_size()
 micro_batches, nap = int(sys.argv[1]), float(sys.argv[2])
 if ROWS % micro_batches:
     sys.exit(f"This script cuts {ROWS} rows: give it micro-batches that divide {ROWS}, not {micro_batches}.")
+dist.init_process_group("gloo")
+rank, world_size = dist.get_rank(), dist.get_world_size()
 events, held, most_held = [], 0, 0
 
 
