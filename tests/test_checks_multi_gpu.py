@@ -4,6 +4,7 @@ Each answer runs on three real processes, but all of them in one launch: `verdic
 task, runs all tasks, and then lets each check judge what its ranks reported.
 """
 
+import concurrent.futures
 import contextlib
 import io
 import json
@@ -677,12 +678,15 @@ CASES = list(cases())
 
 @pytest.fixture(scope="module")
 def verdicts(tmp_path_factory) -> dict[tuple[str, str], str]:
-    """What is said of each case, by task and name; one launch for all of them."""
+    """What is said of each case, by task and name; one launch for those that end on a wait, one for all others."""
     folder = tmp_path_factory.mktemp("tasks")
 
+    def place_of(number: int) -> Path:
+        return folder / ("waiting" if CASES[number][-1] else "working") / f"{number:03}"
+
     def keep(number: int, task: Path) -> None:
-        place = folder / f"{number:03}"
-        place.mkdir()
+        place = place_of(number)
+        place.mkdir(parents=True)
         # where ranks wait for each other in vain, they wait half of that
         seconds = 4 if CASES[number][-1] else 30
         wanted = json.loads((task / "task.json").read_text(encoding="utf-8")) | {"seconds": seconds}
@@ -690,7 +694,7 @@ def verdicts(tmp_path_factory) -> dict[tuple[str, str], str]:
         raise launch.LaunchError("later", None, launch.Launched((), (), 0.0))
 
     def hand_back(number: int, task: Path) -> None:
-        for report in (folder / f"{number:03}").glob("?.json"):
+        for report in place_of(number).glob("?.json"):
             shutil.copy(report, task)
 
     def judged(instead) -> list[str]:
@@ -704,7 +708,11 @@ def verdicts(tmp_path_factory) -> dict[tuple[str, str], str]:
         return said
 
     judged(keep)
-    launch.run(Path(__file__).with_name("ranks_in_turn.py"), checks.RANKS, folder, timeout=500)
+    ranks_in_turn = Path(__file__).with_name("ranks_in_turn.py")
+    with concurrent.futures.ThreadPoolExecutor() as pool:  # some work while others wait
+        runs = [pool.submit(launch.run, ranks_in_turn, checks.RANKS, part, timeout=500) for part in folder.iterdir()]
+        for run in runs:
+            run.result()
     return {(task, name): said for (task, name, *_), said in zip(CASES, judged(hand_back), strict=True)}
 
 
