@@ -57,6 +57,10 @@ def test_what_only_a_gpu_runs_is_spared(test):
     assert all("64" in source for source in changed) and any("n = 9" in source for source in changed)
 
 
+def test_no_fault_leaves_the_value_as_it_is():
+    assert set(planted("rate = 0.0")) == {"0.0 -> 1.0: rate = 0.0"}
+
+
 def test_columns_are_counted_in_characters():
     assert "t = 'µs'; y = a - 1" in planted("t = 'µs'; y = a + 1").values()
 

@@ -109,7 +109,7 @@ def _faults_in(number: int, source: str) -> Iterator[Fault]:
         elif isinstance(node, ast.Constant) and isinstance(node.value, bool):
             yield fault("constant", *span(node), str(not node.value))
         elif isinstance(node, ast.Constant) and isinstance(node.value, int | float):
-            new = node.value + 1 if isinstance(node.value, int) else node.value * 2
+            new = node.value + 1 if isinstance(node.value, int) else node.value * 2 or 1.0
             yield fault("constant", *span(node), repr(new))
         elif isinstance(node, ast.Constant) and node.value in _PRECISIONS:
             yield fault("dtype", *span(node), repr(_PRECISIONS[node.value]))
