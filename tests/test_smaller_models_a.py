@@ -21,6 +21,8 @@ from transformers import (
     get_wsd_schedule,
 )
 
+from speedlab import claims
+
 FOLDER = ROOT / "code-units" / "9.9-smaller-models"
 
 
@@ -205,7 +207,7 @@ def test_in_practice_of_notebook_1_runs(tmp_path, monkeypatch):
 
 def test_in_practice_of_notebook_2_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    space = {"torch": torch, "F": F, "lightning": lightning, "Trainer": Trainer}
+    space = {"torch": torch, "F": F, "lightning": lightning, "Trainer": Trainer, **vars(claims)}
     [rule] = [source for source in cells(2, "code") if source.startswith("def drawn(")]
     for snippet in (rule, *practice(2)):
         exec(snippet, space)
