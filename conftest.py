@@ -16,7 +16,7 @@ import psutil
 import pytest
 import shard
 from nbval.plugin import IPyNbCell, IPyNbFile, comment_markers, metadata_tags
-from notebooks import FOLDERS, NOT_COMPARED, QUIET, ROOT, Printed, Watch, blank, claims_in, comparable
+from notebooks import BRIEF, FOLDERS, NOT_COMPARED, QUIET, ROOT, Printed, Watch, blank, claims_in, comparable
 
 # before anything imports torch, which reads this once; kernels and other child processes inherit it
 os.environ.update(QUIET)
@@ -107,13 +107,15 @@ class Notebook(IPyNbFile):
         yield Evidence.from_parent(self, name="evidence", wanted_cells=cells, wants_claims=claims, left_out=left_out)
 
     def setup(self):
+        held = dict(os.environ)
         # ipykernel drops the output of child processes while it sees this variable
-        held = os.environ.pop("PYTEST_CURRENT_TEST", None)
+        os.environ.pop("PYTEST_CURRENT_TEST", None)
+        os.environ.update(BRIEF)
         try:
             super().setup()
         finally:
-            if held is not None:
-                os.environ["PYTEST_CURRENT_TEST"] = held
+            os.environ.clear()
+            os.environ.update(held)
         self.kernel.get_message = self._message
         execute = self.kernel.kc.execute
         # with store_history=False a trailing semicolon does not hide a value

@@ -118,12 +118,11 @@ def compare(
     """Time several variants of one step, interleaved (A B B A), and compare each with the first, pair by pair.
 
     A machine's speed drifts; variants that take turns drift together, so a ratio within one round is worth more than
-    the ratio of two medians. Every other round runs in reverse order: where A always came first, B would always be
-    timed a little later, and on a machine that slows down it would look slower than it is. Each variant is called
-    once to warm up. After `min_rounds` rounds, and whenever their number has doubled, the ratios are looked at:
-    sampling ends once each is clearly faster, slower or the same within 5%, or when `seconds`, the budget over all
-    variants, is spent. A sentence in place of a function is the reason why this machine leaves that variant out: the
-    table has the same rows everywhere.
+    the ratio of two medians. Every other round runs in reverse order: on a machine that slows down, what always came
+    later would look slower than it is. Each variant is called once to warm up. After `min_rounds` rounds, and each
+    time their number has doubled, the ratios are looked at: sampling ends once each is clearly faster, slower or the
+    same within 5%, or when `seconds`, the budget over all variants, is spent (SPEEDLAB_SECONDS in the environment
+    lowers it). A sentence in place of a function is the reason why this machine leaves that variant out.
     """
     names = tuple(variants)
     not_run = {name: step for name, step in variants.items() if isinstance(step, str)}
@@ -134,6 +133,7 @@ def compare(
         raise ValueError(f"min_rounds={min_rounds} and seconds={seconds} must both be positive.")
     if len(names) > 1 and min(min_rounds, max_rounds) < _FEWEST:
         raise ValueError(f"A 95% interval needs {_FEWEST} rounds at least; make min_rounds and max_rounds as many.")
+    seconds = min(seconds, float(os.environ.get("SPEEDLAB_SECONDS", "inf")))
     clock = machine.synchronised_clock(machine.device())
     repeats = {name: _repeats(step, clock) for name, step in variants.items()}
     samples: dict[str, list[float]] = {name: [] for name in variants}

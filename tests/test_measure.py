@@ -4,6 +4,7 @@ import itertools
 import math
 
 import pytest
+from notebooks import BRIEF
 
 from speedlab import machine, measure
 
@@ -108,6 +109,12 @@ def test_budget_ends_the_rounds(fake_clock):
     result = measure.compare({"a": fake_clock(1.0)}, seconds=10, min_rounds=2, max_rounds=100)
     assert 10 <= len(result.timings["a"].samples) <= 12
     assert len(measure.compare({"a": fake_clock(9.0)}, seconds=1, min_rounds=4).timings["a"].samples) == 4
+
+
+def test_a_run_whose_clocks_nobody_reads_samples_as_briefly_as_it_may(fake_clock, monkeypatch):
+    monkeypatch.setenv(*next(iter(BRIEF.items())))
+    result = measure.compare({"a": fake_clock(1.0), "b": fake_clock(1.0)}, seconds=100)
+    assert len(result.timings["a"].samples) == 6
 
 
 def test_six_pairs_make_a_95_percent_interval(fake_clock):

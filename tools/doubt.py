@@ -26,7 +26,7 @@ from pathlib import Path
 import nbformat
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
-from notebooks import KERNEL, QUIET, RECORDED, ROOT, find, same_outputs
+from notebooks import BRIEF, KERNEL, QUIET, RECORDED, ROOT, find, same_outputs
 from tqdm import tqdm
 
 RESULTS = ROOT / "results" / "doubt" / "units.json"
@@ -189,7 +189,7 @@ class _Doubted(NotebookClient):
 
 def try_fault(path: Path, fault: Fault | None) -> str:
     """Run the notebook with the fault: `claim`, `comparison` or `survived`; without one, whether it passes at all."""
-    os.environ.update(QUIET)
+    os.environ.update(QUIET | BRIEF)
     stored = nbformat.read(path, as_version=4)
     doubted = copy.deepcopy(stored)
     if fault:

@@ -33,6 +33,8 @@ QUIET = {
     # threads that wait for each other spin by default: beside one busy process, that takes ten times as long
     "OMP_WAIT_POLICY": "passive",
 }
+# Where no clock is stored, a comparison samples only as long as it must.
+BRIEF = {"SPEEDLAB_SECONDS": "0.2"}
 # A kernel warns on the terminal that it talks over TCP, which here means within this machine.
 KERNEL = {"kernel_name": "python3", "extra_arguments": ["--IPKernelApp.log_level=ERROR"]}
 # In a code cell's metadata: a hash of the code, from the first cell to this one, that made the stored output.
