@@ -1,5 +1,7 @@
 """Doubt: faults are planted where a lesson could be wrong, and sorted by what catches them."""
 
+import json
+
 import doubt
 import nbformat
 import pytest
@@ -119,3 +121,11 @@ def test_shares_leave_out_what_is_listed_as_equivalent(tmp_path, monkeypatch):
     results = {"x": "survived", "y": "survived", "z": "claim", "w": "comparison"}
     faults = [{"change": f"cell 1: {name}", "result": result} for name, result in results.items()]
     assert doubt.shares({"faults": faults}, "a.ipynb") == (3, 2, 1)
+
+
+def test_only_faults_that_were_seen_to_survive_are_listed_as_equivalent():
+    survived = {(name, row["change"]) for name, entry in doubt.known_results().items()
+                for row in entry["faults"] if row["result"] == "survived"}  # fmt: skip
+    listed = json.loads(doubt.EQUIVALENT.read_text("utf-8"))
+    named = {(name, change) for name, changes in listed.items() for change in changes}
+    assert named <= survived, named - survived

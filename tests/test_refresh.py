@@ -3,11 +3,8 @@
 import os
 import subprocess
 import sys
-import time
 
 import nbformat
-import notebooks
-import psutil
 import pytest
 import refresh as tool
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
@@ -174,31 +171,33 @@ def test_detached_processes_of_a_notebook_are_not_others(tmp_path):
     assert float(asked.stdout) > 1.9, "what they spent is another's to a stranger, and ours to us"
 
 
-# A parent with 200 MB, and two forks of it that only read them.
-FORKS = """
-import os, sys, time
-pages = bytearray(b"1" * 200_000_000)
-for _ in range(2):
-    if os.fork() == 0:
-        sum(pages[::4096]), print("ready", flush=True), time.sleep(60), os._exit(0)
-sys.stdin.read()
+# Two forks of a process with 200 MB that only read them. A process of its own watches, which has no other children.
+WATCHES = """
+import os, subprocess, sys, time
+import notebooks
+if "forks" in sys.argv:
+    pages = bytearray(b"1" * 200_000_000)
+    for _ in range(2):
+        if os.fork() == 0:
+            sum(pages[::4096]), print("ready", flush=True), time.sleep(60), os._exit(0)
+    sys.stdin.read()
+    sys.exit()
+with subprocess.Popen([sys.executable, __file__, "forks"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
+    assert [parent.stdout.readline() for _ in range(2)] == [b"ready\\n"] * 2
+    watch = notebooks.Watch()
+    watch.start()
+    while not watch.peak:
+        time.sleep(0.1)
+    print(watch.peak)
+    for process in [*notebooks.psutil.Process(parent.pid).children(), parent]:
+        process.kill()
 """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the system does not tell shared pages")
-def test_memory_that_processes_share_counts_once():
-    watch = notebooks.Watch()
-    parent = subprocess.Popen([sys.executable, "-c", FORKS], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    children = psutil.Process(parent.pid).children
-    try:
-        assert [parent.stdout.readline() for _ in range(2)] == [b"ready\n"] * 2
-        watch.start()
-        deadline = time.monotonic() + 30
-        while not watch.peak and time.monotonic() < deadline:
-            time.sleep(0.1)
-        assert 200e6 < watch.peak < 350e6
-    finally:
-        watch.done.set()
-        for process in [*children(), parent]:
-            process.kill()
-        parent.communicate(timeout=30)
+def test_memory_that_processes_share_counts_once(tmp_path):
+    script = tmp_path / "watches.py"
+    script.write_text(WATCHES)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    asked = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120, env=environment)
+    assert 200e6 < int(asked.stdout) < 350e6, asked.stderr

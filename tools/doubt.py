@@ -189,7 +189,6 @@ class _Doubted(NotebookClient):
 
 def try_fault(path: Path, fault: Fault | None) -> str:
     """Run the notebook with the fault: `claim`, `comparison` or `survived`; without one, whether it passes at all."""
-    os.environ.update(QUIET | BRIEF)
     stored = nbformat.read(path, as_version=4)
     doubted = copy.deepcopy(stored)
     if fault:
@@ -199,7 +198,7 @@ def try_fault(path: Path, fault: Fault | None) -> str:
     where = {"metadata": {"path": str(path.parent)}}
     client = _Doubted(stored, doubted, timeout=limit, coalesce_streams=True, resources=where, **KERNEL)
     try:
-        client.execute()
+        client.execute(env=os.environ | QUIET | BRIEF)
     except CellExecutionError as error:
         return "claim" if error.ename == "ClaimError" else "comparison"
     except (CellTimeoutError, DeadKernelError):
