@@ -1,5 +1,8 @@
 """Negative controls: each way in which a notebook can lie makes the test run fail; changed timings do not."""
 
+import importlib.metadata
+import json
+import os
 import shutil
 import subprocess
 import sys
@@ -164,7 +167,7 @@ NOTEBOOKS = {
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
-    """One run over all controls in a small copy of the house: {(notebook, test): failure}, and what it printed."""
+    """One run over all controls in a small copy of the house: {(notebook, test): failure}, its print, its row."""
     house = tmp_path_factory.mktemp("house")
     for name in ("conftest.py", "tools/notebooks.py", "tools/shard.py"):
         (house / name).parent.mkdir(exist_ok=True)
@@ -191,12 +194,13 @@ def outcomes(tmp_path_factory):
         capture_output=True,
         text=True,
         timeout=400,
+        env=os.environ | {"TEST_CONDITION": "in a small house"},
     )
     found = {}
     for case in ET.parse(house / "report.xml").iter("testcase"):
         failures = [child.text for child in case if child.tag in ("failure", "error")]
         found[case.get("classname").split(".")[-2], case.get("name")] = "\n".join(failures)
-    return found, run.stdout
+    return found, run.stdout, json.loads((house / "results/tests/runs.json").read_text("utf-8"))
 
 
 @pytest.mark.parametrize("name", CONTROLS)
@@ -219,3 +223,10 @@ def test_a_stripped_cell_is_told_what_to_do(outcomes):
 def test_the_slowest_notebooks_and_the_evidence_are_printed(outcomes):
     assert "slowest notebooks" in outcomes[1]
     assert "controls.ipynb" in outcomes[1]
+
+
+def test_a_run_whose_condition_is_named_adds_its_row(outcomes):
+    failures = [text for text in outcomes[0].values() if text]
+    [row] = outcomes[2]
+    assert row["condition"] == "in a small house" and row["versions"]["torch"] == importlib.metadata.version("torch")
+    assert row["found"]["failed"] == len(failures) and sum(row["found"].values()) == len(outcomes[0])

@@ -1,4 +1,4 @@
-"""Write the README's syllabus and figures, the results page and the ladders' pictures; nothing in them is typed.
+"""Write what README and CONTRIBUTING show of notebooks and results, the results page and the ladders' pictures.
 
 Usage: python tools/readme.py [--check]   (--check writes nothing and fails where one of them is stale)
 """
@@ -17,6 +17,7 @@ from notebooks import ROOT, claims_in, find
 from speedlab.results import FOLDER, load, recorded
 
 README, PAGE = ROOT / "README.md", FOLDER / "README.md"
+CONTRIBUTING, RUNS = ROOT / "CONTRIBUTING.md", FOLDER / "tests" / "runs.json"
 LADDERS = ("vit", "distilbert", "to-accuracy")
 # Reading, thinking and running: words a minute of a technical text, and minutes a code cell.
 _WORDS_A_MINUTE, _MINUTES_A_CELL = 150, 0.7
@@ -181,18 +182,45 @@ def render(text: str) -> str:
         name: made for name, made in ladders.items() if made
     }
     for name, made in parts.items():
-        before, begin, rest = text.partition(f"<!-- {name} -->\n")
-        _, end, after = rest.partition(f"<!-- /{name} -->")
-        if not end:
-            raise SystemExit(f"README.md has no marks <!-- {name} --> and <!-- /{name} -->: put them back.")
-        text = before + begin + made + "\n" * bool(made) + end + after
+        text = _between_marks(text, name, made, "README.md")
     return text
+
+
+def runs() -> str:
+    """The table of complete test runs, from what they wrote under results/tests (conftest.py)."""
+    rows = ["| what was different | Python | torch | lightning | transformers | found | minutes | memory |"]
+    rows.append("|---|---|---|---|---|---|---:|---:|")
+    for row in json.loads(RUNS.read_text(encoding="utf-8")) if RUNS.exists() else []:
+        found = ", ".join(f"{count} {what}" for what, count in row["found"].items())
+        versions = " | ".join(row["versions"].values())
+        rows.append(
+            f"| {row['condition']} | {versions} | {found} | {row['minutes']:.1f} | {row['bytes'] / 1e9:.1f} GB |"
+        )
+    return "\n".join(rows)
+
+
+def render_contributing(text: str) -> str:
+    """CONTRIBUTING with its table of test runs made anew."""
+    return _between_marks(text, "runs", runs(), "CONTRIBUTING.md")
+
+
+def _between_marks(text: str, name: str, made: str, file: str) -> str:
+    before, begin, rest = text.partition(f"<!-- {name} -->\n")
+    _, end, after = rest.partition(f"<!-- /{name} -->")
+    if not end:
+        raise SystemExit(f"{file} has no marks <!-- {name} --> and <!-- /{name} -->: put them back.")
+    return before + begin + made + "\n" * bool(made) + end + after
+
+
+RENDERED = {README: render, CONTRIBUTING: render_contributing}
 
 
 def stale() -> list[str]:
     """The generated files that do not show what notebooks and results hold now."""
-    text = README.read_text(encoding="utf-8")
-    pages = {"README.md": render(text) != text}
+    pages = {}
+    for path, make in RENDERED.items():
+        text = path.read_text(encoding="utf-8")
+        pages[path.name] = make(text) != text
     pages["results/README.md"] = not PAGE.exists() or PAGE.read_text(encoding="utf-8") != results_page()
     pictures = {f"images/{ladder_pictures.picture(name).name}": ladder_pictures.stale(name) for name in LADDERS}
     return [name for name, old in {**pages, **pictures}.items() if old]
@@ -201,9 +229,10 @@ def stale() -> list[str]:
 def update() -> None:
     """Write the generated files that are stale."""
     for name in stale():
-        if name == "README.md":
-            text = render(README.read_text(encoding="utf-8"))
-            README.write_text(text, encoding="utf-8", newline="\n")
+        if ROOT / name in RENDERED:
+            path = ROOT / name
+            text = RENDERED[path](path.read_text(encoding="utf-8"))
+            path.write_text(text, encoding="utf-8", newline="\n")
         elif name == "results/README.md":
             PAGE.write_text(results_page(), encoding="utf-8", newline="\n")
         else:
