@@ -207,18 +207,28 @@ def try_fault(path: Path, fault: Fault | None) -> str:
 
 
 def plan(entry: dict | None, sources: list[str], count: int, seed: int) -> tuple[dict, list[Fault]]:
-    """What holds of earlier results, and the faults to try: after a change, again what no claim caught."""
-    mark = hashlib.sha256("\n".join(sources).encode()).hexdigest()[:12]
+    """What earlier runs found of the lines that still stand, and the faults to try: those missing to `count`, and,
+    after a change, again what no claim caught. `made_by` is of the code that all results hold for."""
+    mark = _mark(sources)
     entry = entry or {"made_by": mark, "faults": []}
     possible = {fault.change: fault for fault in faults(sources)}
     rows = [row for row in entry["faults"] if row["change"] in possible]
     again = [] if entry["made_by"] == mark else [row["change"] for row in rows if row["result"] != "claim"]
-    kept = [row for row in rows if row["change"] not in again]
     fresh = [
         f for f in sample(list(possible.values()), count, seed) if f.change not in {row["change"] for row in rows}
     ]
-    chosen = [possible[change] for change in again] + fresh
-    return {"made_by": mark, "faults": kept}, chosen[: max(count - len(kept), 0)]
+    chosen = [possible[change] for change in again] + fresh[: max(count - len(rows), 0)]
+    return {"made_by": entry["made_by"] if chosen else mark, "faults": rows}, chosen
+
+
+def _mark(sources: list[str]) -> str:
+    return hashlib.sha256("\n".join(sources).encode()).hexdigest()[:12]
+
+
+def note(entry: dict, fault: Fault, result: str) -> None:
+    """Add what became of a fault to the results of its notebook, in the place of what an earlier run found."""
+    others = [row for row in entry["faults"] if row["change"] != fault.change]
+    entry["faults"] = [*others, {"change": fault.change, "kind": fault.kind, "result": result}]
 
 
 def shares(entry: dict, name: str) -> tuple[int, int, int]:
@@ -250,12 +260,13 @@ def main() -> None:
     given = parser.parse_args()
     end = time.monotonic() + 60 * given.minutes
     results = known_results()
-    waiting = []
+    waiting, marks = [], {}
     for path in find(given.names or ["code-units"]):
         name = path.relative_to(ROOT).as_posix()
         sources = [c.source for c in nbformat.read(path, as_version=4).cells if c.cell_type == "code"]
         results[name], chosen = plan(results.get(name), sources, given.faults, given.seed)
         waiting += [(path, name, fault) for fault in chosen]
+        marks[name] = _mark(sources)
     with (
         concurrent.futures.ProcessPoolExecutor(given.workers, multiprocessing.get_context("spawn")) as pool,
         tqdm(total=len(waiting), unit="fault", disable=False) as bar,
@@ -268,11 +279,12 @@ def main() -> None:
             done, _ = concurrent.futures.wait(running, return_when=concurrent.futures.FIRST_COMPLETED)
             for future in done:
                 name, fault = running.pop(future)
-                row = {"change": fault.change, "kind": fault.kind, "result": future.result()}
-                results[name]["faults"].append(row)
+                note(results[name], fault, future.result())
+                if name not in {other for _, other, _ in waiting} | {other for other, _ in running.values()}:
+                    results[name]["made_by"] = marks[name]
                 _write(results)
                 bar.update()
-                if row["result"] == "survived":
+                if future.result() == "survived":
                     bar.write(f"survived  {name}, {fault.change}")
     report(results)
     if waiting:
