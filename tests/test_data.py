@@ -5,15 +5,19 @@ import http.server
 import multiprocessing
 import os
 import socket
+import sys
 import tarfile
 import threading
 from dataclasses import replace
+from pathlib import Path
 
 import filelock
+import pooch
 import pytest
 import torch
 
 from speedlab import data
+from speedlab.data import download
 
 
 @pytest.fixture
@@ -21,6 +25,17 @@ def data_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("SPEEDLAB_DATA", str(tmp_path / "data"))
     monkeypatch.delenv("SPEEDLAB_REVIEWS", raising=False)
     return tmp_path / "data"
+
+
+def test_a_home_that_cannot_be_written_moves_the_data_into_the_environment(tmp_path, monkeypatch):
+    monkeypatch.delenv("SPEEDLAB_DATA", raising=False)
+    home = tmp_path / "home"
+    monkeypatch.setattr(pooch, "os_cache", lambda name: home / name)
+    assert download.folder() == home / "speedlab", "a folder that can be made"
+    home.write_text("a file, in which nobody makes folders, root neither")
+    assert download.folder() == Path(sys.prefix, "speedlab-data")
+    home.unlink(), (home / "speedlab").mkdir(parents=True)
+    assert download.folder() == home / "speedlab", "a folder that is there, and may hold what is asked for"
 
 
 @pytest.fixture

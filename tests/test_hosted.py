@@ -98,14 +98,14 @@ def test_the_set_up_makes_the_package_importable_from_a_read_only_checkout(tmp_p
         f"sys.path = [p for p in sys.path if p and not p.startswith({str(ROOT)!r}) or 'site-packages' in p];"
         "sys.argv = ['hosted_setup.py', 'code-units/9.1-mixed-precision'];"
         f"import runpy; runpy.run_path({str(ROOT / 'tools' / 'hosted_setup.py')!r}, run_name='__main__');"
-        "import os, speedlab; print(os.getcwd(), speedlab.__file__, os.environ['PYTHONPATH'])"
+        "import os, speedlab; print(os.getcwd(), speedlab.__file__, os.environ['PYTHONPATH'], sep='\\n')"
     )
     env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     run = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120
     )
     assert run.returncode == 0, run.stderr
-    folder, package, path = run.stdout.splitlines()[-1].rsplit(" ", 2)
+    folder, package, path = run.stdout.splitlines()[-3:]
     assert Path(folder) == LESSON.parent and Path(package).parent == ROOT / "speedlab" and path == str(ROOT)
 
 

@@ -47,7 +47,8 @@ _QUOTED_LINE = re.compile(r"(?s)^(\[quoted\] [^:\n]*): (.*)$")
 _CELL = re.compile(r"(?s)<td>(.*?)</td>")
 _ADDRESS = re.compile(r"\b0x[0-9a-f]{6,16}\b")
 _CELL_FILE = re.compile(r"(?<!\S)\S*ipykernel_\d+[/\\]\d+\.py")
-_DECIMAL = re.compile(r"(?<![\w.])([-+]?)(\d+)\.(\d+)(?:e([-+]?\d+))?(?![\w.])")
+# a decimal number, alone or as a factor, such as 1.52x
+_DECIMAL = re.compile(r"(?<![\w.])([-+]?)(\d+)\.(\d+)(?:e([-+]?\d+))?(?=x\b|(?![\w.]))")
 # So many significant digits must be printed before one unit in the last place may be a matter of the machine.
 _FORGIVEN_FROM = 3
 

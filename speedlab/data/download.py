@@ -1,6 +1,7 @@
 """Files from the network, kept in the data folder and checked by their SHA-256 whenever they are used."""
 
 import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,12 +16,18 @@ class Archive:
 
 
 def folder() -> Path:
-    """The data folder: SPEEDLAB_DATA, else `speedlab` in the user's cache folder. It need not exist yet."""
+    """The data folder, which need not exist yet: SPEEDLAB_DATA, else `speedlab` in the user's cache folder.
+
+    Where that is missing and cannot be made, as in a home folder that is read-only, it is in Python's environment.
+    """
     if chosen := os.environ.get("SPEEDLAB_DATA"):
         return Path(chosen).expanduser()
     import pooch
 
-    return pooch.os_cache("speedlab")
+    usual = Path(pooch.os_cache("speedlab"))
+    above = next(place for place in (usual, *usual.parents) if place.exists())
+    can_be = above == usual or (above.is_dir() and os.access(above, os.W_OK))
+    return usual if can_be else Path(sys.prefix, "speedlab-data")
 
 
 def fetch(archive: Archive, timeout: float = 30.0) -> Path:
