@@ -222,14 +222,14 @@ def test_the_calculators_sharding_is_that_of_lesson_9_2_5():
 
 @needs_node
 def test_the_calculators_plans_are_those_of_lesson_9_2_5():
-    names = "bytes_per_parameter", "Model", "Hardware", "Plan", "memory", "data_seconds", "seconds"
+    names = "bytes_per_parameter", "Model", "Hardware", "Plan", "memory", "half", "data_seconds", "seconds"
     lesson = names_of("9.2-parallelism/5-which-one.ipynb", *names)
     models = lesson.Model(7e9, 32, 4096, 32, 4096), lesson.Model(67e6, 6, 768, 12, 512)
     calls, wanted = [], []
     for model, d, t, p, zero, gib in itertools.product(models, (1, 8), (1, 4), (1, 2), range(4), (16, 80)):
         plan, hardware = lesson.Plan(d, t, p, zero), lesson.Hardware(d * t * p, gib, across=12.5e9)
         m, size = lesson.memory(plan, model, hardware, 64)
-        given = [plan._asdict(), model._asdict(), hardware._asdict(), 64]
+        given = [plan._asdict(), model._asdict(), {**hardware._asdict(), "latency": 20e-6}, 64]  # as in `half`
         calls += [("memory", given), ("seconds", [*given, m])]
         wanted += [[m, size], lesson.seconds(plan, model, hardware, 64, m)]
     assert all(close(*pair) for pair in zip(in_node(calls), wanted, strict=True))

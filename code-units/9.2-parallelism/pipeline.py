@@ -1,4 +1,7 @@
-"""A model cut into stages: four of torch's schedules train it as one process does; then stages that sleep."""
+"""A model cut into stages: four of torch's schedules train it as one process does; then stages that sleep.
+
+The lesson shows the part between the dashed lines.
+"""
 
 import json
 import sys
@@ -60,6 +63,7 @@ class Stage(nn.Module):
         return Watched.apply(self.layers(x), piece, self.seconds)
 
 
+# ---
 def run(name, seconds):
     """One step of a schedule: losses, this rank's gradients, what it did and when, what it held at most."""
     global most_held
@@ -89,6 +93,7 @@ def run(name, seconds):
     return {"gradient": gradient, "losses": losses, "events": list(events), "most_held": most_held, "plan": plan}
 
 
+# ---
 report = {name: {"awake": run(name, 0.0)} for name in SCHEDULES}
 for name in ("GPipe", "1F1B", "interleaved"):  # whose backward is one piece, which `Watched` can slow down
     report[name]["asleep"] = run(name, nap)
