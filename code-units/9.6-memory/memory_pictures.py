@@ -31,22 +31,6 @@ def film_figure(alive: np.ndarray, marks: Sequence[tuple[int, str]]) -> Figure:
     return figure
 
 
-def ladder_figure(predicted: Mapping[str, float], published: Mapping[str, float]) -> Figure:
-    """Two bars a rung, in GB."""
-    figure, ax = plots.figure(8.0, 4.2)
-    for i, (label, values) in enumerate(
-        {"predicted, allocated": predicted, "published, reserved": published}.items()
-    ):
-        ax.barh(
-            [row + 0.4 * i - 0.2 for row in range(len(values))], list(values.values()), 0.38, label=label, **_look(i)
-        )
-    ax.set_yticks(range(len(predicted)), list(predicted))
-    ax.invert_yaxis()
-    ax.set(xlabel="GB", title="A laptop's prediction beside a GPU's report")
-    ax.legend(loc="lower right")
-    return figure
-
-
 def plan_figure(moments: Mapping[str, Mapping[str, float]], cards: Sequence[int], title: str) -> Figure:
     """One stacked bar a moment, in GiB, against the memory of the cards that are not far beyond the longest bar."""
     figure, ax = plots.figure(8.5, 3.4)
