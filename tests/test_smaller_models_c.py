@@ -157,13 +157,9 @@ def test_labels_and_tokens_of_the_short_reviews_belong_together(unit):
     assert len(lora_parts.short_test_labels()) == len(unseen)
 
 
-def test_cut_neurons_and_layers_shrink_copies_only(unit):
+def test_weights_of_a_llama_follow_from_its_shapes(unit):
     import lora_parts
 
-    model = small()
-    before = sum(p.numel() for p in model.parameters())
-    cut = lora_parts.cut_neurons(model, 0.5)
-    assert cut.distilbert.transformer.layer[0].ffn.lin1.out_features == 8
-    assert before == sum(p.numel() for p in model.parameters())
-    assert before - sum(p.numel() for p in cut.parameters()) == 8 * (8 + 1) + 8 * 8
-    assert len(lora_parts.keep_layers(model, 0).distilbert.transformer.layer) == 1
+    blocks, norms, both_ends = 2 * (4 * 8 * 8 + 3 * 8 * 16), (2 * 2 + 1) * 8, 2 * 32_000 * 8
+    adapters = 2 * 3 * (4 * (8 + 8) + 3 * (8 + 16))
+    assert lora_parts.llama_sizes(8, 16, 2, 2, rank=3) == (blocks + norms + both_ends, blocks, adapters)

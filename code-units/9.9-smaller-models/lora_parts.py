@@ -1,53 +1,31 @@
-"""What would distract in the notebook on LoRA: smaller copies of the small DistilBERT, and what they weigh."""
+"""What would distract in the notebook on LoRA: a step, a training, a figure, and the sizes of a LLaMA."""
 
-import copy
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 
 import students
 import torch
 from matplotlib.figure import Figure
 from torch import nn
-from torch.nn import functional as F
 
 from speedlab import data, plots
 from speedlab.data import models
 
 
-def cut_neurons(model: nn.Module, keep: float) -> nn.Module:
-    """A copy whose feed-forward layers keep the first neurons only, physically (which ones is 9.9.4's subject)."""
-    cut = copy.deepcopy(model)
-    for block in cut.distilbert.transformer.layer:
-        up, down = block.ffn.lin1, block.ffn.lin2
-        kept = int(keep * up.out_features)
-        block.ffn.lin1 = nn.Linear(up.in_features, kept)
-        block.ffn.lin2 = nn.Linear(kept, down.out_features)
-    return cut
+def llama_sizes(width: int, hidden: int, layers: int, heads: int, rank: int) -> tuple[int, int, int]:
+    """Weights of a LLaMA with these sizes: all, those in its blocks' Linear layers, and those of adapters on these.
 
-
-def keep_layers(model: nn.Module, *kept: int) -> nn.Module:
-    """A copy with these layers only."""
-    cut = copy.deepcopy(model)
-    cut.distilbert.transformer.layer = nn.ModuleList(cut.distilbert.transformer.layer[i] for i in kept)
-    return cut
-
-
-def int8_bytes(model: nn.Module) -> int:
-    """Bytes of the parameters with every Linear's weight in int8, and one fp32 scale per row."""
-    stored = {
-        id(m.weight): m.weight.numel() + 4 * m.out_features for m in model.modules() if isinstance(m, nn.Linear)
-    }
-    return sum(stored.get(id(p), p.nbytes) for p in model.parameters())
-
-
-def llama(width: int, hidden: int, layers: int, heads: int) -> nn.Module:
-    """A LLaMA with these sizes on the meta device: shapes without memory."""
+    It is built on the meta device: shapes without memory.
+    """
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(hidden_size=width, intermediate_size=hidden, num_hidden_layers=layers,
                          num_attention_heads=heads, vocab_size=32_000)  # fmt: skip
     with torch.device("meta"):
-        return LlamaForCausalLM(config)
+        model = LlamaForCausalLM(config)
+    inside = [m.weight for path, m in model.named_modules() if isinstance(m, nn.Linear) and "lm_head" not in path]
+    adapters = sum(rank * sum(weight.shape) for weight in inside)
+    return sum(p.numel() for p in model.parameters()), sum(weight.numel() for weight in inside), adapters
 
 
 @cache  # half a second of tokenizing, for every training that is scored
@@ -91,51 +69,6 @@ def memory_figure(sizes: dict[str, list[float]], title: str) -> tuple[Figure, st
     ax.set(title=title, xlabel="MB")
     ax.legend(loc="center left", bbox_to_anchor=(1, 0.5))
     return fig, f"{title}: " + ", ".join(f"{name} {sum(parts):.1f} MB" for name, parts in sizes.items())
-
-
-def unit_steps(logits, labels: torch.Tensor, model: nn.Module, lora: nn.Module) -> dict[str, tuple]:
-    """For each technique: a step's loss, the models whose memory counts, the bytes of the weights, what decides.
-
-    `logits(model, rows)` gives the logits of these rows of the batch.
-    """
-    cut, student = cut_neurons(model, 0.5), keep_layers(model, 0)
-
-    def plain(trained: nn.Module) -> torch.Tensor:
-        return F.cross_entropy(logits(trained), labels)
-
-    def selective() -> torch.Tensor:
-        with torch.no_grad():
-            each = F.cross_entropy(logits(model), labels, reduction="none")
-        hardest = each.topk(len(labels) // 2).indices
-        return F.cross_entropy(logits(model, hardest), labels[hardest])
-
-    def distilled() -> torch.Tensor:
-        with torch.no_grad():
-            theirs = logits(model)
-        return F.mse_loss(logits(student), theirs)
-
-    kept = logits(model).detach()
-
-    def stored() -> torch.Tensor:
-        return F.mse_loss(logits(student), kept)
-
-    def weights(shown: nn.Module) -> int:
-        return sum(p.nbytes for p in shown.parameters())
-
-    return {
-        "9.9.1 schedule": (partial(plain, model), model, weights(model), "rate and number of steps"),
-        "9.9.2 selective backprop, half": (selective, model, weights(model), "what half of the samples teach"),
-        "9.9.3 int8 weights, after training": (partial(plain, model), model, int8_bytes(model), "kernels for int8"),
-        "9.9.4 half of the neurons": (partial(plain, cut), cut, weights(cut), "what is left to learn with"),
-        "9.9.5 student of one layer": (
-            distilled,
-            nn.ModuleList([model, student]),
-            weights(student),
-            "who needs cheap answers",
-        ),
-        "9.9.5 the same, answers stored": (stored, student, weights(student), "inputs that stay the same"),
-        "9.9.6 LoRA on q and v": (partial(plain, lora), lora, weights(lora), "state against activations"),
-    }
 
 
 def accuracy(build, target: str, rate: float, seed: int = 0) -> tuple[float, float]:

@@ -9,7 +9,9 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
+from speedlab import plots
 from speedlab.diagnose import Device, Job
+from speedlab.diagnose.rules import Estimate
 
 WIDTH, CLASSES = 512, 10
 
@@ -198,6 +200,23 @@ def communication() -> Job:
 
 def healthy() -> Job:
     return usual()
+
+
+def show_waits(estimates: dict[str, Estimate]) -> None:
+    """Stacked bars of what each step waits for, as shares of it and of its data."""
+    figure, ax = plots.figure(8, 4)
+    for place, (letter, e) in enumerate(estimates.items()):
+        parts, left = {**e.by_bound, "data": e.data}, 0.0
+        for i, (wait, spent) in enumerate(parts.items()):
+            share = spent / sum(parts.values())
+            ax.barh(letter, share, left=left, color=plots.COLOURS[i], hatch=plots.HATCHES[i], edgecolor="white",
+                    label=wait if place == 0 else None)  # fmt: skip
+            left += share
+    ax.invert_yaxis()
+    ax.set(title="What each step waits for, by the estimate", xlabel="share of the step")
+    figure.legend(loc="outside lower center", ncols=5)
+    alt = "; ".join(f"{letter} {e.regime}" for letter, e in estimates.items())
+    plots.show(figure, f"Stacked bars of what each of twelve steps waits for. The largest part: {alt}.")
 
 
 # Round figures of a small accelerator, so that what the rules say is the same on every machine: seconds per launch,
