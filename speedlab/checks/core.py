@@ -437,15 +437,49 @@ def _deep_stacks() -> Iterator[None]:
 def _stopped(threads: list[threading.Thread]) -> str:
     """Stop threads, again and again where an answer catches that; say where the first of them was."""
     where = next((_place(own) for own in map(_at_work, threads) if own), "")
-    for turn in range(40):
-        for thread in threads:
-            if turn == 0 or _at_work(thread):  # once all; what cleans up after itself is not disturbed in that
-                thrown = ctypes.c_ulong(thread.ident), ctypes.py_object(_StopError)
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(*thrown)
-        for thread in threads:
-            thread.join(0.05)
-        threads = [thread for thread in threads if thread.is_alive()]
+    with contextlib.ExitStack() as stack:
+        for turn in range(40):
+            for thread in threads:
+                if turn == 0 or _at_work(thread):  # once all; what cleans up after itself is not disturbed in that
+                    thrown = ctypes.c_ulong(thread.ident), ctypes.py_object(_StopError)
+                    ctypes.pythonapi.PyThreadState_SetAsyncExc(*thrown)
+            for thread in threads:
+                thread.join(0.05)
+            threads = [thread for thread in threads if thread.is_alive()]
+            if turn == 0 and hasattr(sys, "monitoring"):
+                stack.enter_context(_raising_at_each_line(threads))
     return where
+
+
+@contextlib.contextmanager
+def _raising_at_each_line(threads: list[threading.Thread]) -> Iterator[None]:
+    """Stop threads at the next line of their answers that no handler covers.
+
+    What is thrown from outside arrives where Python looks for it: in 3.12 that is inside the handler of a loop that
+    catches everything, so that it is caught time after time.
+    """
+    monitoring = sys.monitoring
+    line, codes = monitoring.events.LINE, {frame.f_code for thread in threads for frame, _ in _at_work(thread)}
+    tool = next((tool for tool in range(6) if not monitoring.get_tool(tool)), None)
+    if tool is None:  # debuggers and profilers have taken them all
+        yield
+        return
+
+    def stop(code: types.CodeType, number: int) -> None:
+        if threading.current_thread() in threads:
+            raise _StopError
+
+    monitoring.use_tool_id(tool, __name__)
+    monitoring.register_callback(tool, line, stop)
+    try:
+        for code in codes:
+            monitoring.set_local_events(tool, code, line)
+        yield
+    finally:
+        for code in codes:
+            monitoring.set_local_events(tool, code, 0)
+        monitoring.register_callback(tool, line, None)
+        monitoring.free_tool_id(tool)
 
 
 def _at_work(thread: threading.Thread) -> _Frames:
