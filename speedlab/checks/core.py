@@ -564,9 +564,14 @@ def _text(thing: object) -> str:
     members = [thing, *(getattr(member, "__func__", member) for member in getattr(thing, "__dict__", {}).values())]
     for code in (member.__code__ for member in members if inspect.isfunction(member)):
         text = "".join(linecache.getlines(code.co_filename))
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == thing.__name__:
+        for node in _definitions(text):
+            if node.name == thing.__name__:
                 start = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
                 if start <= code.co_firstlineno <= node.end_lineno:
                     return textwrap.dedent("".join(text.splitlines(keepends=True)[start - 1 : node.end_lineno]))
     return ""
+
+
+@functools.lru_cache(maxsize=32)
+def _definitions(text: str) -> list[ast.FunctionDef | ast.ClassDef]:
+    return [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef | ast.ClassDef)]
