@@ -174,7 +174,6 @@ def test_detached_processes_of_a_notebook_are_not_others(tmp_path):
 # Two forks of a process with 200 MB that only read them. A process of its own watches, which has no other children.
 WATCHES = """
 import os, subprocess, sys, time
-import notebooks
 if "forks" in sys.argv:
     pages = bytearray(b"1" * 200_000_000)
     for _ in range(2):
@@ -182,6 +181,7 @@ if "forks" in sys.argv:
             sum(pages[::4096]), print("ready", flush=True), time.sleep(60), os._exit(0)
     sys.stdin.read()
     sys.exit()
+import notebooks  # after the forks: a process with threads must not fork
 with subprocess.Popen([sys.executable, __file__, "forks"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
     assert [parent.stdout.readline() for _ in range(2)] == [b"ready\\n"] * 2
     watch = notebooks.Watch()
@@ -200,4 +200,5 @@ def test_memory_that_processes_share_counts_once(tmp_path):
     script.write_text(WATCHES)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     asked = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120, env=environment)
-    assert 200e6 < int(asked.stdout) < 350e6, asked.stderr
+    assert asked.returncode == 0, asked.stderr
+    assert 200e6 < int(asked.stdout) < 350e6
