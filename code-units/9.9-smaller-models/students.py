@@ -110,9 +110,17 @@ def train(loss_fn, pixels: torch.Tensor, rows: torch.Tensor, targets: torch.Tens
 
 
 @torch.no_grad()
-def answers(loss_fns: dict[float | None, Callable], rows: torch.Tensor, targets: torch.Tensor, *,
-            pixels: torch.Tensor, test_pixels: torch.Tensor, test_labels: torch.Tensor, rates=(1e-3, 3e-3, 1e-2),
-            steps: int = 400) -> tuple[torch.Tensor, float | None, float]:  # fmt: skip
+def answers(
+    loss_fns: dict[float | None, Callable],
+    rows: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    pixels: torch.Tensor,
+    test_pixels: torch.Tensor,
+    test_labels: torch.Tensor,
+    rates=(3e-4, 1e-3, 3e-3, 1e-2, 3e-2),
+    steps: int = 400,
+) -> tuple[torch.Tensor, float | None, float]:
     """Train as `train` does, with each loss at each rate, and keep what is best on every other test image.
 
     Returns the labels (S, M) that the students then give the other half, the loss's temperature, and the rate.
