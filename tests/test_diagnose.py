@@ -503,6 +503,16 @@ def test_a_rung_computes_the_same(name):
     assert trains(changed)
 
 
+def test_autocast_is_for_the_device_that_the_step_is_on(monkeypatch):
+    """On a machine with a GPU, autocast of that GPU around a step on the CPU would change nothing."""
+    change, _ = RUNGS["bf16 autocast"]
+    monkeypatch.setattr(machine, "is_fast", lambda dtype: True)
+    monkeypatch.setattr(machine, "device", lambda: torch.device("cuda"))
+    assert "The step is on the CPU" in change(linear())
+    monkeypatch.setattr(machine, "device", lambda: torch.device("cpu"))
+    assert apart(linear(), change(linear())) > 1e-5
+
+
 def test_a_change_that_computes_something_else_is_found():
     job = linear()
     doubled = linear(loss_fn=lambda model, x: 2 * model(x).pow(2).mean())
