@@ -97,6 +97,7 @@ def _environment(processes: int) -> dict[str, str]:
 
     environment = {
         "GLOO_SOCKET_IFNAME": _INTERFACE.get(sys.platform, ""),
+        "TORCH_DIST_INIT_BARRIER": "1",  # a rank that is done at once waits until the others have connected to it
         "USE_LIBUV": "0" if sys.platform == "win32" else "",  # torch's Windows builds have no libuv
         "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // processes)),
         **os.environ,

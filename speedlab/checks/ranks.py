@@ -30,8 +30,12 @@ def play(folder: Path, **group) -> None:
     """Join the group that `init_process_group` makes of these arguments, do the folder's task, write the report."""
     task = json.loads((folder / "task.json").read_text(encoding="utf-8"))
     work = getattr(importlib.import_module(task["module"]), task["work"])
-    # a rank that waits for one that does not come gives up before its own time is up
-    dist.init_process_group("gloo", timeout=timedelta(seconds=max(1.0, task["seconds"] / 2)), **group)
+    # a rank that waits for one that does not come gives up before its own time is up; connecting has a minute
+    patience, connecting = timedelta(seconds=max(1.0, task["seconds"] / 2)), timedelta(seconds=60)
+    changeable = hasattr(dist, "set_timeout")  # since torch 2.12
+    dist.init_process_group("gloo", timeout=connecting if changeable else patience, **group)
+    if changeable:
+        dist.set_timeout(patience)
     rank, answers = dist.get_rank(), []
     with core.examining(answers):
         try:
