@@ -1,4 +1,6 @@
-"""Snippets of 9.9.5 and 9.9.6 that cannot run in their pages, and their helpers on bad input."""
+"""Snippets of 9.9.5 to 9.9.7 that cannot run in their pages, and their helpers on bad input."""
+
+import copy
 
 import pytest
 import torch
@@ -21,10 +23,11 @@ def distillation_loss(student, teacher, T=2.0):
     return F.kl_div(ours, theirs, log_target=True, reduction="batchmean") * T * T
 
 
-def small():
+def small(layers=1):
     from transformers import DistilBertConfig, DistilBertForSequenceClassification
 
-    config = DistilBertConfig(vocab_size=50, dim=8, hidden_dim=16, n_layers=1, n_heads=2, max_position_embeddings=8)
+    config = DistilBertConfig(vocab_size=50, dim=8, hidden_dim=16, n_layers=layers, n_heads=2,
+                              max_position_embeddings=8)  # fmt: skip
     return DistilBertForSequenceClassification(config)
 
 
@@ -71,6 +74,30 @@ def test_a_teacher_inside_a_lightning_module_stays_in_eval_mode():
     module.training_step((torch.randn(5, 4), None), 0).backward()
     assert not module.teacher.training
     assert module.teacher[0].weight.grad is None and module.student.weight.grad is not None
+
+
+def test_cross_entropy_with_probabilities_has_the_gradient_of_the_divergence():
+    ours, theirs = torch.randn(6, 5, requires_grad=True), torch.randn(6, 5)
+    [short] = torch.autograd.grad(F.cross_entropy(ours, theirs.softmax(-1)), ours)
+    [whole] = torch.autograd.grad(distillation_loss(ours, theirs, T=1), ours)
+    assert short.norm() > 0.1
+    torch.testing.assert_close(short, whole)
+
+
+def test_a_student_of_every_other_layer_is_loaded_as_it_was_saved(tmp_path):
+    from transformers import DistilBertForSequenceClassification
+
+    teacher = small(layers=4).eval()
+    student = copy.deepcopy(teacher)
+    student.distilbert.transformer.layer = student.distilbert.transformer.layer[::2]
+    student.config.n_layers = len(student.distilbert.transformer.layer)
+    student.save_pretrained(tmp_path)
+    loaded = DistilBertForSequenceClassification.from_pretrained(tmp_path).eval()
+    tokens = torch.randint(1, 50, (3, 8))
+    assert len(loaded.distilbert.transformer.layer) == 2
+    torch.testing.assert_close(loaded(tokens).logits, student(tokens).logits)
+    third = teacher.distilbert.transformer.layer[2].state_dict()
+    assert all(torch.equal(x, third[name]) for name, x in loaded.distilbert.transformer.layer[1].state_dict().items())
 
 
 def test_the_snippet_for_qlora_names_what_exists():
