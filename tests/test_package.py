@@ -12,7 +12,7 @@ from notebooks import ROOT, find
 LAYERS = (
     {"display"},
     {"machine"},
-    {"claims", "compat", "count", "formats", "measure", "results"},
+    {"claims", "compat", "count", "measure", "results"},
     {"data", "launch", "plots"},
     {"widgets"},
     {"diagnose"},
