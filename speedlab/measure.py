@@ -15,9 +15,7 @@ from dataclasses import dataclass, replace
 from tqdm.auto import tqdm
 
 from speedlab import machine
-from speedlab.display import Table, Tabular, measured, seconds_text, table
-
-__all__ = ["Comparison", "Ratio", "Timing", "compare", "measured", "ratio", "sample", "time_step"]
+from speedlab.display import Table, Tabular, seconds_text, table
 
 # A sample lasts at least this long, so that reading the clock (under a microsecond) is lost in it.
 _SAMPLE_SECONDS = 5e-3
