@@ -34,7 +34,10 @@ WATCH = pytest.StashKey[Watch]()
 # Exceptions to strict comparison need a line here: (notebook, tag or comment) -> reason. There are none.
 LISTED_EXCEPTIONS: dict[tuple[str, str], str] = {}
 _UNCOMPARED = {*metadata_tags, *comment_markers, "skip-execution"}
-_MOVE = "(lambda m: m.move_all() if m else [])(__import__('sys').modules.get('speedlab.widgets'))"
+_MOVE = (
+    f"__import__('runpy').run_path({str(ROOT / 'tools' / 'moves.py')!r})['move_all']()"
+    " if 'speedlab.widgets' in __import__('sys').modules else []"
+)
 
 
 class KernelDiedError(Exception):

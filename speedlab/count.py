@@ -4,7 +4,6 @@ Each counter is itself tested against a closed formula.
 """
 
 import contextlib
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -72,29 +71,6 @@ class _Operations(TorchDispatchMode):
             gives = dtype_name(given.dtype) if given is not None else ""
             self.counter[name, " + ".join(sorted(takes)), gives] += 1
         return out
-
-
-_PRODUCT = re.compile(r"(Addmm|Mm|Baddbmm|Bmm|Linear|Convolution|ScaledDotProduct)")
-
-
-def product_gradients(loss: torch.Tensor) -> list[torch.Tensor]:
-    """Run backward, and return the gradients that arrive at the outputs of matrix products, convolutions, attention.
-
-    They are found in autograd's graph, whichever module or function called the product: `nn.MultiheadAttention`
-    never calls its projections as modules, so that hooks on them would see nothing.
-    """
-    found: list[torch.Tensor] = []
-    seen, todo = set(), [loss.grad_fn]
-    while todo:
-        node = todo.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if _PRODUCT.match(node.name()):
-            node.register_prehook(lambda grads: found.append(grads[0]))
-        todo += [before for before, _ in node.next_functions]
-    loss.backward()
-    return found
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,7 @@ from dataclasses import dataclass, replace
 from tqdm.auto import tqdm
 
 from speedlab import machine
-from speedlab.display import Table, Tabular, measured, seconds_text, table
-
-__all__ = ["Comparison", "Ratio", "Timing", "compare", "measured", "ratio", "sample", "time_step"]
+from speedlab.display import Table, Tabular, seconds_text, table
 
 # A sample lasts at least this long, so that reading the clock (under a microsecond) is lost in it.
 _SAMPLE_SECONDS = 5e-3
@@ -62,7 +60,7 @@ class Ratio:
         return "faster" if self.low > 1 else "slower" if self.high < 1 else "noisy"
 
     def __str__(self) -> str:
-        """`2.1x faster (1.9x to 2.3x)`, `1.3x slower (…)`, `the same within 5%` or `too noisy to tell (…)`."""
+        """`2.1x faster (1.92x to 2.3x)`, `1.32x slower (…)`, `the same within 5%` or `too noisy to tell (…)`."""
         if self.verdict == "same":
             return f"the same within {_SAME:.0%}"
         if self.verdict == "noisy":
@@ -190,7 +188,8 @@ def _look(samples: dict[str, list[float]], looks: int) -> dict[str, Ratio]:
 
 
 def _factor(value: float) -> str:
-    return f"{value:.2g}x" if value < 9.95 else f"{value:.0f}x"
+    # near 1, two digits would hide what the verdict says
+    return f"{value:.2f}x" if value < 1.995 else f"{value:.2g}x" if value < 9.95 else f"{value:.0f}x"
 
 
 def sample(step: Callable[[], object], repeats: int, clock: Callable[[], float]) -> float:

@@ -3,14 +3,15 @@
 import base64
 import html
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import ipywidgets
 from matplotlib.figure import Figure
 
 from speedlab.plots import png
 
-_SHOWN: "weakref.WeakSet[Explorer]" = weakref.WeakSet()
+# Every explorer that still exists: tools/moves.py moves their controls after a notebook's last cell.
+SHOWN: "weakref.WeakSet[Explorer]" = weakref.WeakSet()
 
 
 class Explorer(ipywidgets.VBox):
@@ -23,7 +24,7 @@ class Explorer(ipywidgets.VBox):
         for control in controls.values():
             control.observe(lambda _: self._update(), names="value")
         self._update()
-        _SHOWN.add(self)
+        SHOWN.add(self)
 
     def _update(self) -> None:
         # an error in a callback would vanish into the log; a reader needs it in the view
@@ -55,42 +56,3 @@ def explore(render: Callable[..., tuple[str | Figure, str]], **controls: ipywidg
     text (for the figure: its alt text). A ValueError that it raises is shown as a sentence in the view.
     """
     return Explorer(render, controls)
-
-
-def move_all() -> list[str]:
-    """Move each control of each widget to its ends and through its choices; return what then has no view, and why.
-
-    Each control moves alone, from the default values, and is put back. This is what the test does after a notebook's
-    last cell: an exception in a callback is otherwise seen by the reader who moves that control, and by nobody else.
-    """
-    wrong = []
-    for explorer in sorted(_SHOWN, key=id):
-        for name, control in explorer.controls.items():
-            default = control.value
-            for value in _places(control):
-                try:
-                    control.value = value
-                    if not explorer._view.value.strip() or not explorer._text.strip():
-                        wrong.append(f"{name}={value!r}: nothing is shown")
-                except Exception as error:
-                    wrong.append(f"{name}={value!r}: {type(error).__name__}: {error}")
-            control.value = default
-    return wrong
-
-
-def _places(control: ipywidgets.Widget) -> Iterator[object]:
-    """The values worth trying: the ends and the middle of a range, each choice, both states of a box."""
-    if hasattr(control, "options"):
-        choices = [value for _, value in control._options_full]
-        many = isinstance(control.value, tuple)
-        return iter([(), *((choice,) for choice in choices), tuple(choices)] if many else choices)
-    if isinstance(control, ipywidgets.FloatLogSlider):
-        return iter([control.base**control.min, control.base**control.max])
-    if isinstance(control.value, bool):
-        return iter([True, False])
-    if isinstance(control.value, tuple) and hasattr(control, "min"):
-        return iter([(control.min, control.max), (control.min, control.min), (control.max, control.max)])
-    if hasattr(control, "min") and hasattr(control, "max"):
-        return iter([control.min, control.max])
-    # a free field: what a reader may type
-    return iter(["", "x"] if isinstance(control.value, str) else [0, -1, 1, 1e9])

@@ -54,6 +54,13 @@ def test_three_verdicts(fake_clock):
     assert [result.ratios[k].verdict for k in ("slow", "same", "noisy")] == ["slower", "same", "noisy"]
 
 
+def test_a_small_gain_keeps_its_digits():
+    assert str(measure.Ratio(1.04, 1.02, 1.06, 0.95)) == "1.04x faster (1.02x to 1.06x)"
+    assert str(measure.Ratio(1 / 1.3, 1 / 2.04, 1 / 1.15, 0.95)) == "1.30x slower (1.15x to 2x)"
+    assert str(measure.Ratio(1.0, 0.7, 12.4, 0.95)) == "too noisy to tell (0.70x to 12x)"
+    assert str(measure.Ratio(1.996, 1.996, 1.996, 0.95)) == "2x faster (2x to 2x)"
+
+
 def test_separate_middle_halves_are_not_called_equal(fake_clock):
     """239 against 287 ms, with some noise: the pairs tell them apart."""
     a, b = [0.239, 0.236, 0.243, 0.25, 0.238], [0.287, 0.283, 0.292, 0.285, 0.31, 0.288, 0.284]

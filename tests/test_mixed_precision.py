@@ -1,11 +1,12 @@
-"""The bits of number formats, against torch's own conversions and against IEEE 754 as text."""
+"""Unit 9.1's scripts: the bits of number formats, against torch's own conversions; the gradients of products."""
 
 import math
 
+import formats
 import pytest
 import torch
-
-from speedlab import formats
+from product_gradients import product_gradients
+from torch import nn
 
 STORED = ("fp16", "bf16", "fp8 e4m3", "fp8 e5m2")
 
@@ -60,3 +61,30 @@ def test_what_is_shown_of_a_number():
     assert formats.shown(257.0, "bf16") == ("0 10000111 0000000", "256", "3.9e-03", "255", "258")
     assert formats.shown(math.nan, "fp16")[3:] == ("none", "none")
     assert formats.boxed("0 11 1").count("<code") == 3
+
+
+def test_product_gradients_are_those_of_cross_entropy():
+    model = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 4))
+    x, labels = torch.randn(3, 6), torch.tensor([0, 3, 1])
+    logits = model(x)
+    last, first = product_gradients(nn.functional.cross_entropy(logits, labels))
+    expected = (logits.softmax(dim=1) - nn.functional.one_hot(labels, 4)) / 3
+    assert torch.allclose(last, expected, atol=1e-6)
+    assert torch.allclose(first, expected @ model[2].weight * (model[0](x) > 0), atol=1e-6)
+    assert model[0].weight.grad is not None
+
+
+def test_product_gradients_see_inside_attention():
+    """Projections to Q, K, V and back are parameters there, not modules: two of a block's four products."""
+    from torchvision.models.vision_transformer import EncoderBlock
+
+    block = EncoderBlock(2, 8, 16, dropout=0.0, attention_dropout=0.0)
+    x = torch.randn(3, 5, 8)
+    shapes = sorted(tuple(g.shape) for g in product_gradients(block(x).sum()) if g.dim() == 2)
+    assert shapes == sorted([(15, 24), (15, 8), (15, 16), (15, 8)])
+    hooked = []
+    for module in block.modules():
+        if isinstance(module, nn.Linear):
+            module.register_forward_hook(lambda *_: hooked.append(1))
+    block(x)
+    assert len(hooked) == 2

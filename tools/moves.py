@@ -1,0 +1,46 @@
+"""Moves every control of every widget that a notebook shows. The test runs this file in the notebook's kernel."""
+
+from collections.abc import Iterator
+
+import ipywidgets
+
+from speedlab.widgets import SHOWN
+
+
+def move_all() -> list[str]:
+    """Move each control of each widget to its ends and through its choices; return what then has no view, and why.
+
+    Each control moves alone, from the default values, and is put back. This is what the test does after a notebook's
+    last cell: an exception in a callback is otherwise seen by the reader who moves that control, and by nobody else.
+    """
+    wrong = []
+    for explorer in sorted(SHOWN, key=id):
+        for name, control in explorer.controls.items():
+            default = control.value
+            for value in _places(control):
+                try:
+                    control.value = value
+                    if not explorer.children[1].value.strip() or not repr(explorer).strip():
+                        wrong.append(f"{name}={value!r}: nothing is shown")
+                except Exception as error:
+                    wrong.append(f"{name}={value!r}: {type(error).__name__}: {error}")
+            control.value = default
+    return wrong
+
+
+def _places(control: ipywidgets.Widget) -> Iterator[object]:
+    """The values worth trying: the ends and the middle of a range, each choice, both states of a box."""
+    if hasattr(control, "options"):
+        choices = [value for _, value in control._options_full]
+        many = isinstance(control.value, tuple)
+        return iter([(), *((choice,) for choice in choices), tuple(choices)] if many else choices)
+    if isinstance(control, ipywidgets.FloatLogSlider):
+        return iter([control.base**control.min, control.base**control.max])
+    if isinstance(control.value, bool):
+        return iter([True, False])
+    if isinstance(control.value, tuple) and hasattr(control, "min"):
+        return iter([(control.min, control.max), (control.min, control.min), (control.max, control.max)])
+    if hasattr(control, "min") and hasattr(control, "max"):
+        return iter([control.min, control.max])
+    # a free field: what a reader may type
+    return iter(["", "x"] if isinstance(control.value, str) else [0, -1, 1, 1e9])
