@@ -30,6 +30,11 @@ def one_sentence(what: str, hint: str = "") -> Iterator[None]:
     except (torch.OutOfMemoryError, MemoryError) as error:
         raise DiagnoseError(f"{what} needs more memory than there is. Give a smaller batch_size.") from error
     except (Exception, SystemExit) as error:
+        if "not attached to a `Trainer`" in str(error):
+            hint = (
+                "The module asks for its Trainer, and a diagnosis has none. Leave self.trainer out of training_step "
+                "and configure_optimizers, or write a Job with a loss_fn and a make_optimizer of your own."
+            )
         said = (str(error).strip() or "no message").splitlines()[0]
         raise DiagnoseError(f"{what} raised {type(error).__name__}: {said}. {hint}".strip()) from error
 
@@ -100,19 +105,6 @@ class Job:
         return loss
 
 
-@contextlib.contextmanager
-def _without_trainer() -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        if "not attached to a `Trainer`" not in str(error):
-            raise
-        raise DiagnoseError(
-            "The module asks for its Trainer, and a diagnosis has none. Leave self.trainer out of training_step and "
-            "configure_optimizers, or write a Job with a loss_fn and a make_optimizer of your own."
-        ) from error
-
-
 def from_lightning(module, loader: Iterable, batch_size: int | None = None) -> Job:
     """The job of a LightningModule and its training loader. Batches are the loader's first one, cut or repeated."""
     with untouched():  # a loader draws a seed for its workers
@@ -120,12 +112,10 @@ def from_lightning(module, loader: Iterable, batch_size: int | None = None) -> J
     if first is None:
         raise DiagnoseError("The loader gives no batch.")
 
-    @_without_trainer()
     def loss_fn(model: nn.Module, batch: object) -> torch.Tensor:
         said = model.training_step(batch, 0)
         return said["loss"] if isinstance(said, dict) else said
 
-    @_without_trainer()
     def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
         said = model.configure_optimizers()
         while isinstance(said, tuple | list):  # optimizers, or a pair of optimizers and schedules
