@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import importlib
 import random
 from dataclasses import replace
 
@@ -35,9 +36,13 @@ from speedlab.diagnose import (
 )
 from speedlab.diagnose.__main__ import main, size
 from speedlab.diagnose.climb import RUNGS, apart, blocks, climb, trains
+from speedlab.diagnose.jobs import tensors as flat
 from speedlab.diagnose.report import duration
+from speedlab.measure import Comparison, Ratio
 
 DEVICE = patients.DEVICE
+climbing = importlib.import_module("speedlab.diagnose.climb")
+BUCKETS = "batches of similar length"
 
 
 @pytest.fixture(autouse=True)
@@ -483,7 +488,10 @@ def test_a_module_that_asks_for_its_trainer_gets_a_sentence(place):
         counts(from_lightning(Attached(), [torch.ones(2, 4)]), breaks=False)
 
 
-@pytest.mark.parametrize("name", [name for name in RUNGS if name not in ("torch.compile", "bf16 autocast")])
+ELSEWHERE = ("torch.compile", "bf16 autocast", "batches of similar length")
+
+
+@pytest.mark.parametrize("name", [name for name in RUNGS if name not in ELSEWHERE])
 def test_a_rung_computes_the_same(name):
     """Each change leaves the gradients as they are, on a model of several blocks."""
     layers = lambda: nn.Sequential(*[nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(4)])  # noqa: E731
@@ -501,6 +509,135 @@ def test_a_rung_computes_the_same(name):
     if name != "a larger batch":
         assert apart(job, changed) < 1e-5
     assert trains(changed)
+
+
+class Reader(nn.Module):
+    """The sum of an MLP over real tokens; its FLOPs are those of as many linear layers as there are columns."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(100, 128)
+        self.body = nn.Sequential(nn.Linear(128, 128), nn.Tanh(), nn.Linear(128, 128), nn.Tanh(), nn.Linear(128, 2))
+
+    def forward(self, input_ids, attention_mask=None):
+        return self.body(self.embed(input_ids))
+
+
+WIDE = 64
+
+
+def texts(lengths: torch.Tensor, width: int = WIDE) -> dict:
+    """Random tokens (B, width) with a mask of these lengths, and a label for each real token."""
+    mask = (torch.arange(width) < lengths[:, None]).long()
+    ids = torch.randint(1, 100, mask.shape) * mask
+    return {"input_ids": ids, "attention_mask": mask, "labels": (ids % 2).masked_fill(mask == 0, -100)}
+
+
+def reading(make_batch=lambda n: texts(torch.linspace(1, 16, n).long()), **changed) -> Job:
+    """A token classifier whose every batch is padded to 64; its texts have 1 to 16 tokens."""
+
+    def loss(model, batch):
+        return F.cross_entropy(model(batch["input_ids"]).flatten(0, 1), batch["labels"].flatten())
+
+    return Job(**{**dict(make_model=Reader, make_batch=make_batch, loss_fn=loss, make_optimizer=sgd), **changed})
+
+
+def only_bucketing(monkeypatch, job: Job) -> tuple[Job, counting.Counts, climbing.Rung]:
+    """A climb of this rung alone that keeps whatever is proved; with the counts from before."""
+    monkeypatch.setattr(climbing, "RUNGS", {BUCKETS: RUNGS[BUCKETS]})
+    always = Comparison(("a", BUCKETS), "a", {}, {BUCKETS: Ratio(2.0, 1.9, 2.1, 0.95)}, {})
+    monkeypatch.setattr(climbing, "timed", lambda *given: always)
+    before = counts(job, breaks=False)
+    assert BUCKETS in [a.technique for a in advise(before, DEVICE) if a.helps], "it is proposed"
+    higher, tried = climb(job, DEVICE, told=lambda line: None)
+    assert [rung.technique for rung in tried] == [BUCKETS]
+    return higher, before, tried[0]
+
+
+def tokens_of(n: int) -> tuple:
+    batch = texts(torch.linspace(1, 16, n).long())
+    return batch["input_ids"], batch["labels"]
+
+
+def unmasked(**changed) -> Job:
+    """The same without a mask, in a tuple."""
+
+    def loss(model, batch):
+        return F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
+
+    return reading(tokens_of, loss_fn=loss, **changed)
+
+
+@pytest.mark.parametrize("job", [reading(batch_size=16), unmasked(batch_size=16)], ids=["mask", "ids"])
+def test_padding_is_cut_and_texts_of_similar_length_share_a_batch(monkeypatch, job):
+    """Of 128 texts of 1 to 16 tokens, eight batches are 2, 4 .. 16 wide, 9 on average: one of 10 is taken."""
+    higher, before, rung = only_bucketing(monkeypatch, job)
+    assert rung.kept and rung.off < 1e-5
+    assert rung.flops * WIDE == before.flops * 10 and rung.bytes < before.bytes / 3
+    assert counts(higher, breaks=False).padded < 0.2 < 0.8 < before.padded
+
+
+def test_with_a_loader_its_batches_are_cut_and_their_order_stays(monkeypatch):
+    given = [tokens_of(8) for _ in range(5)]
+    job = unmasked(loader=given)
+    kept = copy.deepcopy(given)
+    state = torch.get_rng_state()
+    higher, before, rung = only_bucketing(monkeypatch, job)
+    assert rung.kept and rung.off < 1e-5
+    assert rung.flops * WIDE == before.flops * 16
+    assert all(torch.equal(a[:, :16], b) for one, two in zip(given, higher.batches()) for a, b in zip(one, two))  # noqa: B905
+    assert torch.equal(state, torch.get_rng_state()) and higher.loader is given
+    same = [torch.equal(a, b) and a.stride() == b.stride() for a, b in zip(flat(given), flat(kept), strict=True)]
+    assert all(same), "the loader's batches are as they were"
+
+
+def test_bert_that_is_padded_to_its_maximum_is_cut(monkeypatch):
+    """With a mask over scores, positions and a pooled first token: nothing of that changes."""
+
+    def batch(n: int) -> dict:
+        given = texts(torch.linspace(3, 20, n).long())
+        return {**given, "labels": torch.arange(n) % 2}
+
+    _, before, rung = only_bucketing(monkeypatch, replace(eager_bert(), make_batch=batch, batch_size=16))
+    assert rung.kept and rung.off < 1e-4 and rung.flops < before.flops / 3
+
+
+@pytest.mark.parametrize(
+    ("job", "sentence"),
+    [
+        (patients.healthy(), "no attention mask"),
+        (reading(lambda n: texts(torch.full((n,), WIDE))), "No token of the batch is padding"),
+        (reading(lambda n: texts(torch.linspace(8, WIDE, n).long()), loader=[]), "for your loader to say"),
+    ],
+    ids=["healthy", "full", "loader"],
+)
+def test_where_no_padding_can_go_bucketing_is_refused(job, sentence):
+    assert sentence in RUNGS[BUCKETS][0](job)
+
+
+def test_targets_that_cannot_be_cut_get_a_sentence(monkeypatch):
+    def flattened(n: int) -> dict:
+        batch = texts(torch.linspace(1, 16, n).long())
+        return {**batch, "labels": batch["labels"].flatten()}
+
+    *_, rung = only_bucketing(monkeypatch, reading(flattened, batch_size=16))
+    assert not rung.kept and rung.why.startswith("The proof, on the changed batch") and "ValueError" in rung.why
+
+
+def cut_too_far(real: torch.Tensor) -> slice:
+    return slice(0, int(real.sum(1).max()) - 1)
+
+
+def test_cutting_real_tokens_is_refused_by_the_proof(monkeypatch):
+    """A cut of one column more; a mask that hides what the loss counts; labels of what is padding."""
+    hiding = lambda n: {**tokens(n), "attention_mask": texts(torch.full((n,), 5), 12)["attention_mask"]}  # noqa: E731
+    counted = lambda model, batch: model(batch["input_ids"]).pow(2).mean()  # noqa: E731
+    for job in (reading(hiding, loss_fn=counted, batch_size=16), patients.padding()):
+        higher, _, rung = only_bucketing(monkeypatch, job)
+        assert higher is job and rung.off > 0.01 and "not the baseline's" in rung.why
+    monkeypatch.setattr(climbing, "_columns", cut_too_far)
+    higher, _, rung = only_bucketing(monkeypatch, job := reading())
+    assert higher is job and rung.off > 0.01 and "not the baseline's" in rung.why
 
 
 def test_autocast_is_for_the_device_that_the_step_is_on(monkeypatch):
@@ -580,6 +717,17 @@ def test_a_contradiction_is_told_instead_of_a_diagnosis():
     found = counts(patients.compute_bound(), breaks=False)
     assert contradiction(found, DEVICE, measured=100.0) == ""
     assert "arithmetic alone needs" in contradiction(found, DEVICE, measured=1e-6)
+
+
+def test_a_report_of_clocks_holds_prices_and_refusals():
+    report = diagnose(patients.optimizer_bound(), DEVICE, seconds=0.3, steps=10)
+    tried = (
+        climbing.Rung("bf16 autocast", False, "This machine has no fast bf16."),
+        climbing.Rung("x", True, "", 0.0, 7),
+    )
+    report = replace(report, rungs=tried)
+    assert "no fast bf16" in report.text() and "saves at most" in report.html()
+    assert '"operations": 7' in report.json()
 
 
 def test_the_text_says_what_it_cannot_see():

@@ -5,8 +5,9 @@ Here alone a clock is read. It never decides what the diagnosis says, only which
 
 import copy
 import functools
+import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,25 +17,25 @@ from torch.utils.data import DataLoader
 
 from speedlab import compat, machine
 from speedlab.diagnose.counting import Counts, counts
-from speedlab.diagnose.jobs import DiagnoseError, Job, tensors, untouched
+from speedlab.diagnose.jobs import DiagnoseError, Job, chosen, mapped, one_sentence, real_tokens, tensors, untouched
 from speedlab.diagnose.rules import Device, advise
 from speedlab.measure import Comparison, compare
 
-# How far gradients may be from the baseline's, relative to their norm: rounding in fp32, and in bf16's 8 bits.
+# How far outputs and gradients may be off, relative to their norm: rounding in fp32, and in bf16's 8 bits.
 _EXACT, _HALF = 1e-3, 0.1
 
 
 @dataclass(frozen=True)
 class Rung:
-    """One technique that was tried: whether it was kept, how far its gradients are off, what it counts, its time."""
+    """One technique that was tried: whether it was kept, why, how far it is off, and what a step with it counts."""
 
     technique: str
     kept: bool
     why: str
     off: float | None = None
     operations: int | None = None
-    saved: int | None = None
-    timing: Comparison | None = None
+    flops: int | None = None
+    bytes: int | None = None
 
 
 def fused(job: Job) -> Job | str:
@@ -96,14 +97,51 @@ def channels_last(job: Job) -> Job | str:
     if not any(isinstance(m, nn.Conv2d) for m in job.make_model().modules()):
         return "The model has no convolution."
 
-    def batch(size: int) -> object:
-        made = job.make_batch(size)
-        for tensor in tensors(made):
-            if tensor.dim() == 4:
-                tensor.data = tensor.data.contiguous(memory_format=torch.channels_last)
-        return made
+    def innermost(part: torch.Tensor) -> torch.Tensor:
+        return part.contiguous(memory_format=torch.channels_last) if part.dim() == 4 else part
 
-    return replace(job, make_model=lambda: job.make_model().to(memory_format=torch.channels_last), make_batch=batch)
+    model = lambda: job.make_model().to(memory_format=torch.channels_last)  # noqa: E731
+    return replace(job, make_model=model, prepare=lambda batch: mapped(innermost, job.prepare(batch)))
+
+
+def bucketed(job: Job) -> Job | str:
+    """Batches cut to their longest text; without a loader, whose order is not ours, also of texts of similar length.
+
+    A batch is then one of eight that are drawn together and sorted by length: the one whose width is
+    nearest to their average, so that its counts and its time stand for all of them.
+    """
+    real = real_tokens(job.batch())
+    if real is None or real.dim() != 2:
+        return "The batch has no attention mask (B, T), and no rows of token ids that could end in padding."
+    if real.all():
+        return "No token of the batch is padding."
+    short = replace(job, prepare=lambda batch: trimmed(job.prepare(batch)))
+    if job.loader is not None:
+        full = "A text fills the batch's width, and which texts share a batch is for your loader to say."
+        return full if real[:, _columns(real)].shape == real.shape else short
+
+    def similar(size: int) -> object:
+        pool = job.make_batch(8 * size)
+        real = real_tokens(pool)
+        buckets = real.sum(1).argsort().split(size)
+        widths = [real[rows][:, _columns(real[rows])].shape[1] for rows in buckets]
+        mean = sum(widths) / len(widths)
+        return chosen(pool, buckets[min(range(len(widths)), key=lambda i: (abs(widths[i] - mean), -widths[i]))])
+
+    return replace(short, make_batch=similar)
+
+
+def trimmed(batch: object) -> object:
+    """The batch without the columns that are padding in all its rows; what is as wide as the tokens is cut too."""
+    real = real_tokens(batch)
+    kept = _columns(real)
+    return mapped(lambda part: part[:, kept].contiguous() if part.shape[:2] == real.shape else part, batch)
+
+
+def _columns(real: torch.Tensor) -> slice:
+    """From the first column that has a real token to the last."""
+    columns = real.any(0).nonzero().flatten().tolist() or [0]
+    return slice(columns[0], columns[-1] + 1)
 
 
 def larger_batch(job: Job) -> Job | str:
@@ -122,6 +160,7 @@ def workers(job: Job) -> Job | str:
 
 RUNGS: dict[str, tuple[Callable[[Job], Job | str], float]] = {
     "load in other processes": (workers, _EXACT),
+    "batches of similar length": (bucketed, _EXACT),
     "a fused optimizer": (fused, _EXACT),
     "bf16 autocast": (autocast, _HALF),
     "torch.compile": (compiled, _EXACT),
@@ -148,55 +187,56 @@ def climb(
             if name is None:
                 break
             told(f"trying {name}")
-            change, tolerance = RUNGS[name]
             # a rounding that was accepted once stays accepted
-            off = max(off, tolerance)
-            changed, rung, after = _try(name, job, change, off, now, max(1.0, (end - time.monotonic()) / 4))
+            off = max(off, RUNGS[name][1])
+            job, now, rung = _try(name, job, now, off, max(1.0, (end - time.monotonic()) / 4))
             tried.append(rung)
-            if rung.kept:
-                job, now = changed, after
     return job, tuple(tried)
 
 
-def _try(
-    name: str, job: Job, change: Callable, tolerance: float, before: Counts, seconds: float
-) -> tuple[Job | None, Rung, Counts | None]:
+def _try(name: str, job: Job, before: Counts, tolerance: float, seconds: float) -> tuple[Job, Counts, Rung]:
+    """The job and its counts with the technique where it is kept, as they were where it is not; and the rung."""
+    difference = None
     try:
-        changed = change(job)
+        changed = RUNGS[name][0](job)
         if isinstance(changed, str):
-            return None, Rung(name, False, changed), None
+            raise DiagnoseError(changed)
         difference = apart(job, changed)
         if difference > tolerance:
-            return None, Rung(name, False, "its gradients or updates are not the baseline's", difference), None
+            raise DiagnoseError("its outputs, gradients or updates are not the baseline's")
         if not trains(changed):
-            return None, Rung(name, False, "the loss does not fall in five steps on one batch", difference), None
+            raise DiagnoseError("the loss does not fall in five steps on one batch")
         after = counts(changed, breaks=False)
     except DiagnoseError as error:
-        return None, Rung(name, False, str(error)), None
+        return job, before, Rung(name, False, str(error), difference)
     timing = timed(job, changed, name, seconds)
     memory = name.startswith("checkpointing")
     kept = after.peak < before.peak if memory else timing.ratios[name].verdict == "faster"
     why = f"{'kept' if kept else 'not kept'}: {timing.ratios[name]}"
-    return changed, Rung(name, kept, why, difference, len(after.operations), after.saved, timing), after
+    rung = Rung(name, kept, why, difference, len(after.operations), after.flops, after.bytes)
+    return (changed, after, rung) if kept else (job, before, rung)
 
 
 def apart(job: Job, changed: Job) -> float:
     """How far a changed job is from the job, |a - b| / |a|, at equal weights on an equal batch, without dropout.
 
-    The worst of two: all gradients; and the weights' change in one optimizer step on equal gradients, where what a
-    thousandth of the weights rounds to is no difference.
+    The worst of three: the loss and what the model returns, of real tokens where there is padding; all gradients; and
+    the weights' change in one optimizer step on equal gradients, where what a thousandth of the weights rounds to is
+    no difference.
     """
     torch.manual_seed(0)
     (model, optimizer), (other, its) = job.built(), changed.built()
     other.load_state_dict(model.state_dict())
-    batch = job.batch()
-    for which, made, given in ((job, model, batch), (changed, other, copy.deepcopy(batch))):
-        made.eval()
-        which.loss(made, given).backward()
+    with one_sentence("The proof, on the changed batch in evaluation mode,"):
+        batch = changed.make_batch(job.batch_size)
+        seen, its_own = _outputs(job, model, copy.deepcopy(batch)), _outputs(changed, other, batch)
+    # what is still as wide as the padding, such as a cache of keys, differs in shape
+    pairs = [pair for pair in zip(seen, its_own, strict=True) if pair[0].shape == pair[1].shape]
+    off = _off(*map(_flat, zip(*pairs, strict=True)), 0.0)
     a, b = ([p.grad for p in made.parameters()] for made in (model, other))
     if [g is None for g in a] != [g is None for g in b]:
         return float("inf")
-    off = _off(_flat(a), _flat(b), 0.0)
+    off = max(off, _off(_flat(a), _flat(b), 0.0))
     before = _flat(model.parameters())
     for p, q in zip(model.parameters(), other.parameters(), strict=True):
         q.grad = None if p.grad is None else p.grad.clone()
@@ -204,6 +244,17 @@ def apart(job: Job, changed: Job) -> float:
     its.step()
     a, b = _flat(model.parameters()) - before, _flat(other.parameters()) - before
     return max(off, _off(a, b, 1e-3 * before.norm().item()))
+
+
+def _outputs(job: Job, model: nn.Module, batch: object) -> list[torch.Tensor]:
+    """The loss of a batch and what the model returned, of the real tokens; the gradients are in the model."""
+    batch, found = job.prepare(batch), []
+    real = real_tokens(batch)
+    hook = model.eval().register_forward_hook(lambda module, given, out: found.extend(tensors(out)))
+    loss = job.loss(model, batch)
+    loss.backward()
+    hook.remove()
+    return [loss, *(part[real] if real is not None and part.shape[:2] == real.shape else part for part in found)]
 
 
 def _flat(parts: Iterable[torch.Tensor | None]) -> torch.Tensor:
@@ -237,23 +288,11 @@ def timed(job: Job, changed: Job, name: str, seconds: float) -> Comparison:
     turns = changed.batch_size // job.batch_size
 
     def steps(job: Job, times: int) -> Callable[[], None]:
-        model, optimizer = job.built()
-        fixed, feed = job.batch(), again(job.loader) if job.loader is not None else None
-
-        def work() -> None:
-            for _ in range(times):
-                job.train(model, optimizer, fixed if feed is None else next(feed))
-
-        return work
+        (model, optimizer), batches = job.built(), job.batches() or itertools.repeat(job.batch())
+        return lambda: [job.train(model, optimizer, next(batches)) for _ in range(times)]
 
     variants = {"before": steps(job, turns), name: steps(changed, 1)}
     return compare(variants, seconds=seconds, max_rounds=50)
-
-
-def again(loader: Iterable) -> Iterator:
-    """The batches of a loader, epoch after epoch."""
-    while True:
-        yield from loader
 
 
 def probe(job: Job, seconds: float = 20.0) -> Comparison:
@@ -266,7 +305,7 @@ def probe(job: Job, seconds: float = 20.0) -> Comparison:
             model.zero_grad()
             job.loss(model, batch).backward()
 
-        feed = again(job.loader) if job.loader is not None else None
+        feed = job.batches()
         variants = {"with your loader": lambda: job.train(model, optimizer, next(feed))} if feed else {}
         variants["the same batch again"] = lambda: job.train(model, optimizer, batch)
         variants["without the optimizer"] = without_optimizer

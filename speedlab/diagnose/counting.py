@@ -25,7 +25,7 @@ from torch.utils.flop_counter import flop_registry
 from torch.utils.module_tracker import ModuleTracker
 
 from speedlab import compat, count
-from speedlab.diagnose.jobs import DiagnoseError, Job, size_of, tensors, untouched
+from speedlab.diagnose.jobs import DiagnoseError, Job, real_tokens, size_of, tensors, untouched
 
 FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"
 _OVERWRITES = frozenset(("zero_", "fill_", "copy_", "_foreach_zero_", "_foreach_copy_", "normal_", "uniform_"))
@@ -317,19 +317,9 @@ def _bytes(tensor: torch.Tensor) -> int:
 
 
 def _padded(batches: list) -> float:
-    """The share of tokens that an attention mask hides, or that repeat the last id to a row's end."""
-    hidden = total = 0
-    for batch in batches:
-        mask = batch.get("attention_mask") if hasattr(batch, "get") else None
-        if mask is None:
-            ids = [t for t in tensors(batch) if t.dim() == 2 and t.shape[1] > 2 and not t.is_floating_point()]
-            if not ids:
-                continue
-            same = (ids[0] == ids[0][:, -1:]).flip(1).cumprod(1).flip(1).bool()
-            # one token at the end equals itself: only a run of them is padding
-            mask = ~(same & (same.sum(1, keepdim=True) > 1))
-        hidden, total = hidden + int((mask == 0).sum()), total + mask.numel()
-    return hidden / total if total else 0.0
+    """The share of tokens that are padding."""
+    masks = [mask for mask in map(real_tokens, batches) if mask is not None]
+    return sum(int((~mask).sum()) for mask in masks) / max(1, sum(mask.numel() for mask in masks))
 
 
 def _graph_breaks(job: Job, batch: object) -> dict[str, int]:

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import importlib.util
+import itertools
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -20,7 +21,7 @@ class DiagnoseError(Exception):
 
 
 @contextlib.contextmanager
-def _one_sentence(what: str, hint: str = "") -> Iterator[None]:
+def one_sentence(what: str, hint: str = "") -> Iterator[None]:
     """Whatever the user's code raises becomes one sentence; a script that wants arguments ends by SystemExit."""
     try:
         yield
@@ -29,6 +30,11 @@ def _one_sentence(what: str, hint: str = "") -> Iterator[None]:
     except (torch.OutOfMemoryError, MemoryError) as error:
         raise DiagnoseError(f"{what} needs more memory than there is. Give a smaller batch_size.") from error
     except (Exception, SystemExit) as error:
+        if "not attached to a `Trainer`" in str(error):
+            hint = (
+                "The module asks for its Trainer, and a diagnosis has none. Leave self.trainer out of training_step "
+                "and configure_optimizers, or write a Job with a loss_fn and a make_optimizer of your own."
+            )
         said = (str(error).strip() or "no message").splitlines()[0]
         raise DiagnoseError(f"{what} raised {type(error).__name__}: {said}. {hint}".strip()) from error
 
@@ -41,6 +47,7 @@ class Job:
     holds some), loss_fn(model, batch) the loss, make_optimizer(model) an optimizer. `loader` gives batches as your
     training does; without it the data pipeline is not looked at. `step(model, optimizer, batch)` replaces the usual
     step (zero_grad, loss_fn, backward, step) where yours does more, such as logging; it returns the loss.
+    `prepare(batch)` changes each batch, also the loader's, before it is used.
     """
 
     make_model: Callable[[], nn.Module]
@@ -50,10 +57,11 @@ class Job:
     batch_size: int = 8
     loader: Iterable | None = None
     step: Callable[[nn.Module, torch.optim.Optimizer, object], torch.Tensor] | None = None
+    prepare: Callable[[object], object] = lambda batch: batch
 
     def built(self) -> tuple[nn.Module, torch.optim.Optimizer]:
         """A fresh model in training mode, and its optimizer."""
-        with _one_sentence("make_model()", "Call it by itself until it works."):
+        with one_sentence("make_model()", "Call it by itself until it works."):
             model = self.make_model()
         if not isinstance(model, nn.Module):
             raise DiagnoseError(f"make_model() returned a {type(model).__name__}; it must return an nn.Module.")
@@ -61,17 +69,23 @@ class Job:
             raise DiagnoseError("The model is wrapped in DistributedDataParallel. Diagnose what is inside (.module).")
         if any(p.is_cuda for p in model.parameters()) and not torch.cuda.is_available():
             raise DiagnoseError("The model is on a GPU, which this process cannot use. Build it on the CPU.")
-        with _one_sentence("make_optimizer(model)"):
+        with one_sentence("make_optimizer(model)"):
             return model.train(), self.make_optimizer(model)
 
     def batch(self, size: int | None = None) -> object:
         """A batch of `size` samples, by default `batch_size`."""
-        with _one_sentence(f"make_batch({size or self.batch_size})"):
-            return self.make_batch(size or self.batch_size)
+        with one_sentence(f"make_batch({size or self.batch_size})"):
+            return self.prepare(self.make_batch(size or self.batch_size))
+
+    def batches(self) -> Iterator | None:
+        """The loader's batches, epoch after epoch; None without a loader."""
+        if self.loader is None:
+            return None
+        return (self.prepare(batch) for _ in itertools.count() for batch in self.loader)
 
     def train(self, model: nn.Module, optimizer: torch.optim.Optimizer, batch: object) -> torch.Tensor:
         """Do one step."""
-        with _one_sentence("One training step", "Does the model take this batch?"):
+        with one_sentence("One training step", "Does the model take this batch?"):
             if self.step:
                 return self.step(model, optimizer, batch)
             optimizer.zero_grad()
@@ -91,19 +105,6 @@ class Job:
         return loss
 
 
-@contextlib.contextmanager
-def _without_trainer() -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        if "not attached to a `Trainer`" not in str(error):
-            raise
-        raise DiagnoseError(
-            "The module asks for its Trainer, and a diagnosis has none. Leave self.trainer out of training_step and "
-            "configure_optimizers, or write a Job with a loss_fn and a make_optimizer of your own."
-        ) from error
-
-
 def from_lightning(module, loader: Iterable, batch_size: int | None = None) -> Job:
     """The job of a LightningModule and its training loader. Batches are the loader's first one, cut or repeated."""
     with untouched():  # a loader draws a seed for its workers
@@ -111,12 +112,10 @@ def from_lightning(module, loader: Iterable, batch_size: int | None = None) -> J
     if first is None:
         raise DiagnoseError("The loader gives no batch.")
 
-    @_without_trainer()
     def loss_fn(model: nn.Module, batch: object) -> torch.Tensor:
         said = model.training_step(batch, 0)
         return said["loss"] if isinstance(said, dict) else said
 
-    @_without_trainer()
     def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
         said = model.configure_optimizers()
         while isinstance(said, tuple | list):  # optimizers, or a pair of optimizers and schedules
@@ -153,7 +152,7 @@ def load(place: str) -> Job:
     module = importlib.util.module_from_spec(spec)
     sys.path.insert(0, str(path.parent.resolve()))
     try:
-        with _one_sentence(place):
+        with one_sentence(place):
             spec.loader.exec_module(module)
             job = getattr(module, function)()
     finally:
@@ -182,16 +181,35 @@ def size_of(batch: object) -> int:
 
 def resized(batch: object, size: int) -> object:
     """The batch with `size` samples: its own, again and again."""
+    return chosen(batch, torch.arange(size) % size_of(batch))
+
+
+def chosen(batch: object, rows: torch.Tensor) -> object:
+    """The batch with these of its samples, in this order."""
     old = size_of(batch)
+    return mapped(lambda part: part[rows] if part.dim() and len(part) == old else part, batch)
 
-    def cut(part: object) -> object:
-        if isinstance(part, torch.Tensor):
-            return part[torch.arange(size) % old] if part.dim() and len(part) == old else part
-        if hasattr(part, "items"):
-            return {key: cut(value) for key, value in part.items()}
-        return type(part)(cut(value) for value in part) if isinstance(part, tuple | list) else part
 
-    return cut(batch)
+def mapped(change: Callable[[torch.Tensor], torch.Tensor], batch: object) -> object:
+    """The batch with each of its tensors changed."""
+    if isinstance(batch, torch.Tensor):
+        return change(batch)
+    if hasattr(batch, "items"):
+        return {key: mapped(change, value) for key, value in batch.items()}
+    return type(batch)(mapped(change, value) for value in batch) if isinstance(batch, tuple | list) else batch
+
+
+def real_tokens(batch: object) -> torch.Tensor | None:
+    """Which tokens (B, T) are no padding: those in the attention mask, or before a run of the id that pads."""
+    mask = batch.get("attention_mask") if hasattr(batch, "get") else None
+    if mask is not None:
+        return mask != 0
+    ids = next((t for t in tensors(batch) if t.dim() == 2 and t.shape[1] > 2 and not t.is_floating_point()), None)
+    if ids is None:
+        return None
+    # the id that most rows end in; one such token at the end may be real, only a run of them is padding
+    run = (ids == ids[:, -1].mode().values).flip(1).cumprod(1).flip(1).bool()
+    return ~(run & (run.sum(1, keepdim=True) > 1))
 
 
 @contextlib.contextmanager

@@ -67,11 +67,12 @@ class Diagnosis:
 
     def climbed(self) -> Table:
         """What each technique that was tried gave."""
-        rows = [
-            (r.technique, r.why, "" if r.off is None else f"{r.off:.0e}", f"{r.operations:,}" if r.operations else "")
-            for r in self.rungs
-        ]
-        return table(["tried", "result", "gradients off by", "operations"], rows, measured=True)
+        c = self.counts
+        rows = [("as it was", "", "", f"{len(c.operations):,}", f"{c.flops:,}", f"{c.bytes:,}")]
+        for r in self.rungs:
+            counted = ("" if number is None else f"{number:,}" for number in (r.operations, r.flops, r.bytes))
+            rows.append((r.technique, r.why, "" if r.off is None else f"{r.off:.0e}", *counted))
+        return Table(("tried", "result", "off by", "operations", "FLOPs", "bytes moved"), tuple(rows), stamp=True)
 
     def planned(self) -> Table:
         """What the planned steps take, and the most that each advice could save of it.
@@ -86,7 +87,7 @@ class Diagnosis:
             low, high = (duration(whole * (1 - 1 / bound)) for bound in a.at_most)
             pays = "if it compiles in less" if a.technique == COMPILE else a.price
             rows.append((f"{a.technique} saves at most", f"{low} to {high}" if low != high else high, pays))
-        return table([f"{self.steps:,} steps", "time", "price"], rows, measured=self.probes is not None)
+        return Table((f"{self.steps:,} steps", "time", "price"), tuple(rows), stamp=self.probes is not None)
 
     def sentence(self) -> str:
         """The regime, and the first thing to do."""
@@ -112,9 +113,8 @@ class Diagnosis:
 
     def json(self) -> str:
         """Everything, as JSON; operations are summed by name."""
-        plain = dataclasses.asdict(dataclasses.replace(self, probes=None, rungs=()))
+        plain = dataclasses.asdict(dataclasses.replace(self, probes=None))
         plain["counts"]["operations"] = self.counts.by("name")
-        plain["rungs"] = [{"technique": r.technique, "kept": r.kept, "why": r.why, "off": r.off} for r in self.rungs]
         plain["probes"] = self.probes and {name: timing.median for name, timing in self.probes.timings.items()}
         return json.dumps(plain, indent=1)
 
