@@ -31,10 +31,16 @@ def small(layers=1):
     return DistilBertForSequenceClassification(config)
 
 
-def test_the_trainer_that_distils_trains_the_student_alone(tmp_path):
+@pytest.fixture
+def distil(tmp_path):
+    """Train a student by the page's Trainer for one step and return what its weights are."""
     from transformers import Trainer, TrainingArguments
 
     class Distilled(Trainer):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.model_accepts_loss_kwargs = False
+
         def compute_loss(self, model, inputs, return_outputs=False, **options):
             outputs = model(**inputs)
             with torch.no_grad():
@@ -42,17 +48,39 @@ def test_the_trainer_that_distils_trains_the_student_alone(tmp_path):
             loss = 0.5 * outputs.loss + 0.5 * distillation_loss(outputs.logits, theirs)
             return (loss, outputs) if return_outputs else loss
 
-    rows = [{"input_ids": torch.randint(1, 50, (8,)), "labels": torch.tensor(i % 2)} for i in range(4)]
+    def run(student, teacher, **settings):
+        draw = torch.Generator().manual_seed(0)
+        rows = [
+            {"input_ids": torch.randint(1, 50, (8,), generator=draw), "labels": torch.tensor(i % 2)} for i in range(4)
+        ]
+        arguments = TrainingArguments(str(tmp_path), max_steps=1, report_to=[], use_cpu=True, disable_tqdm=True,
+                                      optim="sgd", learning_rate=1.0, max_grad_norm=0.0, **settings)  # fmt: skip
+        trainer = Distilled(student, arguments, train_dataset=rows)
+        trainer.teacher = teacher
+        trainer.train()
+        return [p.detach().clone() for p in student.parameters()]
+
+    return run
+
+
+def test_the_trainer_that_distils_trains_the_student_alone(distil):
     student, teacher = small(), small().eval()
-    before = [p.clone() for p in (*student.parameters(), *teacher.parameters())]
-    arguments = TrainingArguments(str(tmp_path), max_steps=1, report_to=[], use_cpu=True, disable_tqdm=True)
-    trainer = Distilled(student, arguments, train_dataset=rows)
-    trainer.teacher = teacher
-    trainer.train()
-    after = [*student.parameters(), *teacher.parameters()]
-    moved = [not torch.equal(a, b) for a, b in zip(after, before, strict=True)]
-    half = len(list(student.parameters()))
-    assert any(moved[:half]) and not any(moved[half:])
+    before = [[p.clone() for p in model.parameters()] for model in (student, teacher)]
+    after = [distil(student, teacher), list(teacher.parameters())]
+    moved = [not all(map(torch.equal, a, b)) for a, b in zip(before, after, strict=True)]
+    assert moved == [True, False]
+
+
+def test_the_trainer_that_distils_accumulates_to_the_same_update(distil):
+    student, teacher = small().eval(), small().eval()
+    student.config.seq_classif_dropout = student.config.dropout = 0
+    for module in student.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    twice = copy.deepcopy(student)
+    whole = distil(student, teacher, per_device_train_batch_size=4)
+    parts = distil(twice, teacher, per_device_train_batch_size=2, gradient_accumulation_steps=2)
+    torch.testing.assert_close(whole, parts, atol=1e-5, rtol=1e-4)
 
 
 def test_a_teacher_inside_a_lightning_module_stays_in_eval_mode():
