@@ -624,6 +624,30 @@ def test_targets_that_cannot_be_cut_get_a_sentence(monkeypatch):
     assert not rung.kept and rung.why.startswith("The proof, on the changed batch") and "ValueError" in rung.why
 
 
+def test_a_make_batch_that_ignores_the_size_is_only_cut(monkeypatch):
+    """Sixteen texts whatever is asked for: in smaller batches a step would do less work, not less padding."""
+    job = reading(lambda n: texts(torch.linspace(1, 16, 16).long()), batch_size=8)
+    higher, before, rung = only_bucketing(monkeypatch, job)
+    assert len(higher.batch()["input_ids"]) == 16
+    assert rung.flops * WIDE == before.flops * 16
+
+
+class Outspoken(Reader):
+    """Returns one tensor per column, of which there are fewer without padding."""
+
+    def forward(self, input_ids, attention_mask=None):
+        return list(super().forward(input_ids).unbind(1))
+
+
+def test_a_model_that_returns_another_number_of_tensors_is_refused_and_the_climb_goes_on(monkeypatch):
+    def loss(model, batch):
+        return F.cross_entropy(torch.stack(model(batch["input_ids"]), 1).flatten(0, 1), batch["labels"].flatten())
+
+    job = reading(make_model=Outspoken, loss_fn=loss, batch_size=16)
+    higher, _, rung = only_bucketing(monkeypatch, job)
+    assert higher is job and "not the baseline's" in rung.why
+
+
 def cut_too_far(real: torch.Tensor) -> slice:
     return slice(0, int(real.sum(1).max()) - 1)
 

@@ -17,7 +17,17 @@ from torch.utils.data import DataLoader
 
 from speedlab import compat, machine
 from speedlab.diagnose.counting import Counts, counts
-from speedlab.diagnose.jobs import DiagnoseError, Job, chosen, mapped, one_sentence, real_tokens, tensors, untouched
+from speedlab.diagnose.jobs import (
+    DiagnoseError,
+    Job,
+    chosen,
+    mapped,
+    one_sentence,
+    real_tokens,
+    size_of,
+    tensors,
+    untouched,
+)
 from speedlab.diagnose.rules import Device, advise
 from speedlab.measure import Comparison, compare
 
@@ -122,6 +132,8 @@ def bucketed(job: Job) -> Job | str:
 
     def similar(size: int) -> object:
         pool = job.make_batch(8 * size)
+        if size_of(pool) != 8 * size:
+            return pool  # it gives what it has: sorted into smaller batches, a step would only do less
         real = real_tokens(pool)
         buckets = real.sum(1).argsort().split(size)
         widths = [real[rows][:, _columns(real[rows])].shape[1] for rows in buckets]
@@ -230,6 +242,8 @@ def apart(job: Job, changed: Job) -> float:
     with one_sentence("The proof, on the changed batch in evaluation mode,"):
         batch = changed.make_batch(job.batch_size)
         seen, its_own = _outputs(job, model, copy.deepcopy(batch)), _outputs(changed, other, batch)
+    if len(seen) != len(its_own):
+        return float("inf")
     # what is still as wide as the padding, such as a cache of keys, differs in shape
     pairs = [pair for pair in zip(seen, its_own, strict=True) if pair[0].shape == pair[1].shape]
     off = _off(*map(_flat, zip(*pairs, strict=True)), 0.0)
