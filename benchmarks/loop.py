@@ -8,12 +8,13 @@ import contextlib
 import ctypes
 import itertools
 import platform
+import unittest.mock
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn import functional as F
 
 from speedlab import compat, machine
 
@@ -34,6 +35,7 @@ class Settings:
     channels_last: bool = False
     autocast: str = ""
     plain_attention: bool = False
+    byte_dropout: bool = False
     keep_memory: bool = False
     resident: bool = False
     compiled: bool = False
@@ -66,9 +68,16 @@ FUSED = Rung("fused optimizer", "one pass over each weight instead of one for ev
 AUTOCAST = Rung("bf16 autocast", "matrix products in bf16, weights in fp32", {"autocast": "bf16"}, ("bf16",))
 PLAIN_ATTENTION = Rung(
     "attention as products",
-    "the CPU's fused attention has a slow backward pass in bf16; two products and a softmax do not",
+    "two products and a softmax: the CPU's fused attention has a slow backward pass in bf16 and knows no dropout, "
+    "and its fallback looks for rows that are masked as a whole",
     {"plain_attention": True},
     ("cpu", "bf16"),
+)
+BYTE_DROPOUT = Rung(
+    "dropout by the byte",
+    "one random number of 64 bits decides for eight elements; PyTorch's CPU kernel draws one for each",
+    {"byte_dropout": True},
+    ("cpu",),
 )
 MEMORY_KEPT = Rung(
     "memory kept",
@@ -112,6 +121,29 @@ class MasterAdam(torch.optim.Adam):
         super().zero_grad(set_to_none)
         for weight in self.weights:
             weight.grad = None
+
+
+def thinned(x: torch.Tensor, lost: int) -> torch.Tensor:
+    """`x` with zeros where a random byte of its own is under `lost`; what is kept is not scaled up."""
+    drawn = torch.empty(-(-x.numel() // 8), dtype=torch.int64, device=x.device).random_(-(2**63), None)
+    return torch.where(drawn.view(torch.uint8)[: x.numel()].view_as(x) >= lost, x, 0)
+
+
+def byte_dropout(x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+    """As F.dropout, with `p` rounded to 256ths; never in place."""
+    lost = round(256 * p)
+    return thinned(x, lost) * (256 / (256 - lost)) if training and lost else x
+
+
+def attention_as_products(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, **others):
+    """As F.scaled_dot_product_attention of (B, H, T, E), not causal; `attn_mask` is of booleans, or none."""
+    assert not is_causal and not any(others.values()), others
+    scores = (query * (query.shape[-1] ** -0.5 if scale is None else scale)) @ key.transpose(-2, -1)
+    if attn_mask is not None:
+        scores = scores.masked_fill(~attn_mask, -torch.inf)
+    with torch.autocast(query.device.type, enabled=False):  # it would make the softmax's results fp32
+        shares = scores.softmax(-1)
+    return F.dropout(shares, dropout_p) @ value
 
 
 def keep_memory(keep: bool) -> None:
@@ -178,7 +210,7 @@ class Training:
 
     def criterion(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """The mean loss of fp32 logits (B, K)."""
-        return nn.functional.cross_entropy(logits, labels)
+        return F.cross_entropy(logits, labels)
 
     @contextlib.contextmanager
     def numerics(self) -> Iterator[None]:
@@ -186,17 +218,16 @@ class Training:
         before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
         torch.set_float32_matmul_precision("high" if self.settings.tf32 else "highest")
         torch.backends.cudnn.allow_tf32 = self.settings.tf32
-        torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(self.settings.plain_attention)
-        plain = sdpa_kernel(SDPBackend.MATH) if self.settings.plain_attention else contextlib.nullcontext()
+        patched = {"scaled_dot_product_attention": attention_as_products} if self.settings.plain_attention else {}
+        patched |= {"dropout": byte_dropout} if self.settings.byte_dropout else {}
         if self.settings.keep_memory:
             keep_memory(True)
         try:
-            with plain:
+            with unittest.mock.patch.multiple(F, **patched) if patched else contextlib.nullcontext():
                 yield
         finally:
             torch.set_float32_matmul_precision(before[0])
             torch.backends.cudnn.allow_tf32 = before[1]
-            torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(False)
             if self.settings.keep_memory:
                 keep_memory(False)
 

@@ -478,6 +478,48 @@ def test_a_recipe_trains_as_it_says():
     assert losses[1] - losses[0] == pytest.approx(0.1 * 4 / 2)  # a 20th of the label is on the other class, 4 below
 
 
+def test_attention_as_products_is_the_same_function():
+    query, key, value = torch.randn(3, 2, 4, 5, 8, generator=torch.Generator().manual_seed(0))
+    kept = torch.ones(2, 1, 5, 5, dtype=torch.bool)
+    kept[1, ..., 3:] = False
+    for mask in (None, kept):
+        wanted = nn.functional.scaled_dot_product_attention(query, key, value, mask)
+        torch.testing.assert_close(loop.attention_as_products(query, key, value, mask), wanted)
+    with pytest.raises(AssertionError):
+        loop.attention_as_products(query, key, value, is_causal=True)
+
+
+def test_dropout_by_the_byte_drops_its_share_and_scales_up_what_it_keeps():
+    torch.manual_seed(0)
+    x = torch.full((1001, 99), 3.0, requires_grad=True)  # not a multiple of eight
+    dropped = loop.byte_dropout(x, 0.1)
+    share = (dropped == 0).float().mean().item()
+    assert share == pytest.approx(26 / 256, abs=0.005)
+    assert dropped[dropped != 0].unique().item() == pytest.approx(3 * 256 / 230)
+    assert not torch.equal(loop.byte_dropout(x, 0.1), dropped)
+    dropped.sum().backward()
+    assert torch.equal(x.grad == 0, dropped == 0)
+    assert loop.byte_dropout(x, 0.1, training=False) is x and loop.byte_dropout(x, 0.0) is x
+
+
+@pytest.mark.parametrize("settings", [{"plain_attention": True}, {"plain_attention": True, "byte_dropout": True}])
+def test_a_rung_changes_the_attention_and_the_dropout_of_the_library_s_model(settings, monkeypatch):
+    called = []
+
+    def told(name, function):
+        return lambda *arguments, **options: called.append(name) or function(*arguments, **options)
+
+    for name in ("attention_as_products", "byte_dropout"):
+        monkeypatch.setattr(loop, name, told(name, getattr(loop, name)))
+    run = TEXT.training(replace(TEXT.start(), **settings))
+    batch = TEXT.fixed(run.settings, 4)
+    before = run.evaluate(batch)
+    assert before == pytest.approx(TEXT.training(TEXT.start()).evaluate(batch), abs=1e-5)
+    with run.numerics():
+        run.step(batch)
+    assert "attention_as_products" in called and ("byte_dropout" in called) == ("byte_dropout" in settings)
+
+
 def test_the_switches_of_a_rung_are_put_back():
     run = VIT.training(replace(VIT.start(), tf32=True))
     before = torch.get_float32_matmul_precision()

@@ -10,6 +10,7 @@ from torch import nn
 from benchmarks.loop import (
     AUTOCAST,
     BF16_WEIGHTS,
+    BYTE_DROPOUT,
     FUSED,
     MEMORY_KEPT,
     NO_HOST_SYNCS,
@@ -62,6 +63,7 @@ class Text(Workload):
             PLAIN_ATTENTION,
             FUSED,
             MEMORY_KEPT,
+            BYTE_DROPOUT,
             larger_batch(8 if self.tiny else 192),
             Rung(
                 "compile, bucketed shapes",
