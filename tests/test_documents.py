@@ -1,5 +1,6 @@
 """The prose: links and paths exist, headings are in order, pictures have alt text, nothing names one machine."""
 
+import ast
 import itertools
 import json
 import re
@@ -46,6 +47,18 @@ def test_links_lead_somewhere(name):
         if target.startswith(("http://", "https://", "mailto:", "#")):
             continue
         assert (folder / target.split("#")[0]).exists(), f"{name}: [{text}]({target}) leads nowhere"
+
+
+@pytest.mark.parametrize("name", documents())
+def test_code_in_prose_stands_between_fences_and_python_can_be_parsed(name):
+    prose = documents()[name]
+    for line in prose.splitlines():
+        assert "```" not in line or re.fullmatch(r"```\w*", line), (
+            f"{name}: a fence has a line of its own: {line[:80]}"
+        )
+    assert sum(line.startswith("```") for line in prose.splitlines()) % 2 == 0, f"{name}: a fence is not closed"
+    for block in re.findall(r"(?ms)^```python\n(.*?)^```$", prose):
+        ast.parse(block)
 
 
 @pytest.mark.parametrize("name", documents())
