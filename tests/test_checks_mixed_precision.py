@@ -34,6 +34,10 @@ def below(w):
     return 2.0 ** math.floor(math.log2(abs(w)))
 
 
+def stored(w, t):
+    return torch.tensor(abs(w), dtype=t).item()
+
+
 def by_spacing(w, t):
     if t == BF16:
         return np.spacing(torch.tensor(abs(w), dtype=t).float().numpy()) * 2**16
@@ -52,13 +56,13 @@ def from_the_unrounded(w, t):
 
 
 GAPS = {
-    "frexp": lambda w, t: torch.finfo(t).eps * 2.0 ** (math.frexp(w)[1] - 1),
-    "a tensor": lambda w, t: torch.tensor(2.0 ** (math.frexp(w)[1] - 1 - BITS[t])),
+    "frexp": lambda w, t: torch.finfo(t).eps * 2.0 ** (math.frexp(stored(w, t))[1] - 1),
+    "a tensor": lambda w, t: torch.tensor(2.0 ** (math.frexp(stored(w, t))[1] - 1 - BITS[t])),
     "numpy's spacing": by_spacing,
     "nextafter": by_nextafter,
-    "numpy's logarithm": lambda w, t: torch.finfo(t).eps * 2.0 ** np.floor(np.log2(np.abs(np.float64(w)))),
-    "a fraction": lambda w, t: Fraction(below(w)) / 2 ** BITS[t],
-    "an array": lambda w, t: np.array([torch.finfo(t).eps * below(w)]),
+    "numpy's logarithm": lambda w, t: torch.finfo(t).eps * 2.0 ** np.floor(np.log2(stored(w, t))),
+    "a fraction": lambda w, t: Fraction(below(stored(w, t))) / 2 ** BITS[t],
+    "an array": lambda w, t: np.array([torch.finfo(t).eps * below(stored(w, t))]),
 }
 WRONG_GAPS = {
     "eps": (lambda w, t: torch.finfo(t).eps, "power"),
@@ -69,6 +73,7 @@ WRONG_GAPS = {
     "signed": (lambda w, t: math.copysign(torch.finfo(t).eps * below(w), w), "abs(weight)"),
     "truncated": (lambda w, t: torch.finfo(t).eps * 2.0 ** math.trunc(math.log2(abs(w))), "halves below 1"),
     "from the unrounded": (from_the_unrounded, "0.1 itself", "stores it"),
+    "the power of two below the unrounded": (lambda w, t: torch.finfo(t).eps * below(w), "stores 0.9999 as 1"),
     "a constant": (lambda w, t: 1e-3, "power of two"),
     "a lookup": (lambda w, t: torch.finfo(t).eps * {3.0: 2, 0.75: 0.5, 100.0: 64, 0.1: 0.0625, 5.0: 4}.get(abs(w), 1),
                  "0.3 has its next"),
@@ -328,7 +333,7 @@ def run_the_block(precision, tokens, width):
 WRONG_BYTES = {
     "no copies": (bytes_by_formula(copies=0), "bf16-mixed", "cast copies"),
     "one copy": (bytes_by_formula(copies=1), "bf16-mixed", "One weight matrix"),
-    "LayerNorm in 16 bits": (bytes_by_formula(norm_mixed=2), "bf16-mixed", "LayerNorm in fp32"),
+    "LayerNorm in 16 bits": (bytes_by_formula(norm_mixed=2), "bf16-mixed", "LayerNorm runs in fp32"),
     "both": (bytes_by_formula(norm_mixed=2, copies=0), "bf16-mixed", "Two things"),
     "copies in fp32": (bytes_by_formula(copies=4), "bf16-mixed", "in 16 bits, not in 32"),
     "the unit's 28": (

@@ -141,9 +141,9 @@ RINGS = {
     "one rank apart": [RING, ("    right, left", "    if world_size == 1:\n        return\n    right, left")],
 }
 RING_MISTAKES = {
-    "sends everything to everybody": ([EVERYBODY], "everybody", "one chunk in each"),
+    "sends everything to everybody": ([EVERYBODY], "whole vectors", "one chunk in each"),
     "rank 0 does it all": ([CENTRAL], "a rank sends", "2 (world_size - 1) steps"),
-    "passes whole tensors round": ([SHIFTED], "a rank sends", "chunks"),
+    "passes whole tensors round": ([SHIFTED], "a rank sends", "whole vectors", "chunks"),
     "no ring, with as many bytes": ([DIRECT], "no ring", "one neighbour only"),
     "adds in both phases": ([RING, ("arriving.copy_(received)", "arriving.add_(received)")], "copied, not added"),
     "stops after the first phase": ([RING, ("range(2 * (world_size - 1))", "range(world_size - 1)")], "finished"),

@@ -591,15 +591,18 @@ _REASONS = {
     ("sweep", "whole model"): "Each trial saves 300 times 10 ms, which is 3 s, and pays 45 s for the cold start.",
     ("sweep", "block by block"): "A shorter cold start helps, but each trial saves no more than 3 s in all.",
     ("sweep", "dynamic shapes"): "The shapes do not change, and no graph pays for itself within 3 s of savings.",
-    ("vision", "leave it"): "A minute of cold start stands against a fifth of three days.",
+    ("vision", "leave it"): "A minute of cold start stands against about half a day.",
     ("vision", "block by block"): "It would work, but a minute in three days is little: take the larger gain.",
     ("vision", "dynamic shapes"): "One shape, drop_last: a graph for fixed sizes is the faster one.",
     ("deep", "leave it"): "A gain of 22% on runs of two hours pays for two minutes of compiling.",
     ("deep", "whole model"): "Forty minutes of each two hours would be spent compiling: a third, to gain a quarter.",
     ("deep", "dynamic shapes"): "The shapes are fixed; the cold start is what costs.",
     ("service", "leave it"): "It runs for months. What speaks against compiling is only the number of lengths.",
-    ("service", "whole model"): "A graph for each of 2,000 lengths takes 20 s each, and Dynamo gives up after eight.",
-    ("service", "block by block"): "A block too is compiled anew for every length.",
+    (
+        "service",
+        "whole model",
+    ): "With fixed shapes each of 2,000 lengths costs 20 s, and Dynamo gives up after eight.",
+    ("service", "block by block"): "With fixed shapes, a block too is compiled anew for every length.",
 }
 
 jobs = choices("Task 6, four jobs", _RIGHT, CHOICES, _REASONS)

@@ -164,7 +164,9 @@ _DECOY = 9
 _MISTAKES = {
     "You iterate over the loader as it came; with several processes, all would train on the same images. Use what "
     "`fabric.setup_dataloaders(train_loader)` returns.": {"seed": _DECOY},
-    "Batch norm works in train mode only: call `model.train()`, as `train_plain` does.": {"train": False},
+    "Batch norm uses the batch's statistics in train mode only: call `model.train()`, as `train_plain` does.": {
+        "train": False
+    },
     "Gradients are not zeroed: each step adds to those of the steps before.": {"zero": False},
     "The weights never move: is the optimizer stepped?": {"step": False},
 }
@@ -186,9 +188,8 @@ def train(answer: Callable[..., list[float]]) -> None:
                 faults = {hint: functools.partial(_losses, task, **fault) for hint, fault in _MISTAKES.items()}
                 faults = {digits: close(losses, wanted, 1e-4)} | faults
                 why = diagnose(losses, faults, "Is the order of the batches, or anything before it, another one?")
-                why = (
-                    why if ("backward", False) in fabric.log else "No gradient was computed: `fabric.backward(loss)`."
-                )
+                backward = ("backward", False) in fabric.log
+                why = why if backward else "No backward pass went through Fabric: call `fabric.backward(loss)`."
                 fail(f"the loss of step {step + 1} is {got}, in plain PyTorch {right}, to the bit. {why}")
             expect(distance(model, plain) == 0, "the losses are equal, but not the weights: is the last step made?")
             fabric.expect_all_through()
@@ -324,7 +325,6 @@ def _why_not_accumulated(model: nn.Module, task: _Task, lists: list, groups: lis
         "a short group is divided by accumulate_steps: count what is in it.": (groups, "full"),
         "the gradients are not zeroed between steps.": (groups, "images", None, False),
         "you make a step after every micro-batch: step once per group.": (alone, "images"),
-        "you make a step after every micro-batch, on a sum.": (alone, "not"),
         "your first step comes after one micro-batch: `i % n == 0` is true for i = 0.": (firsts, "images"),
     }
     if full and full != groups:

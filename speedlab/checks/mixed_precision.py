@@ -43,7 +43,7 @@ _SETTINGS = {
 
 # --- Task 1 ---------------------------------------------------------------------------------------------------------
 
-_WEIGHTS = (1.0, 3.0, 0.75, 100.0, 0.1, -5.0, 0.3, -0.02, 6.5, 1000.0, 0.0007, -2.0, 48.0)
+_WEIGHTS = (1.0, 3.0, 0.75, 100.0, 0.1, -5.0, 0.3, -0.02, 6.5, 1000.0, 0.0007, -2.0, 48.0, 0.9999)
 
 
 @check("Task 1, the gap between two numbers")
@@ -53,8 +53,10 @@ def gap(answer: Callable[[float, torch.dtype], float]) -> None:
         got, wanted = number(ask(answer, weight, dtype), f"The gap at {weight:g} in {name}"), _gap(weight, dtype)
         if not same(got, wanted):
             unrounded = _above(weight, dtype) - abs(weight)
+            below = info.eps * 2.0 ** math.floor(math.log2(abs(weight)))
             hints = {
                 "A distance is not negative: work with abs(weight).": got < 0,
+                f"{name} stores {weight:g} as {_stored(weight, dtype):g}: take the power of two below that.": below,
                 "`finfo.eps` is the gap from 1 to 2; it doubles at powers of two, and halves below 1.": info.eps,
                 "`finfo.tiny` says how close to zero the format reaches, not how fine it is here.": info.tiny,
                 "That is half: where an update gets lost. The task asks for the gap.": wanted / 2,
@@ -73,9 +75,13 @@ def _gap(weight: float, dtype: torch.dtype) -> float:
     return above.item() - here.item()
 
 
+def _stored(weight: float, dtype: torch.dtype) -> float:
+    return torch.tensor(abs(weight), dtype=dtype).item()
+
+
 def _above(weight: float, dtype: torch.dtype) -> float:
     """The first number of the format above a weight's size, from the weight as Python holds it."""
-    stored = torch.tensor(abs(weight), dtype=dtype).item()
+    stored = _stored(weight, dtype)
     return stored if stored > abs(weight) else stored + _gap(weight, dtype)
 
 
@@ -415,7 +421,7 @@ def _byte_faults(got: float, precision: str, tokens: int, width: int, n: int) ->
     faults = {"You return the bytes for one element; the task asks for all of them.": close(got, n / e, 0.05)}
     if precision.endswith("mixed"):
         faults |= {
-            "Two bytes an element are missing: autocast runs LayerNorm in fp32, with an fp32 input.": n - 2 * e,
+            "Two bytes an element are missing: LayerNorm runs in fp32 here, on an fp32 input.": n - 2 * e,
             "Two weight matrices in 16 bits are missing: autocast keeps the cast copies it makes.": n - 2 * w * s,
             "One weight matrix in 16 bits is missing. There are two Linear layers.": n - w * s,
             "Two things are missing: LayerNorm's input in fp32, and the cast copies.": n - 2 * e - 2 * w * s,

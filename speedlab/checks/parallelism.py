@@ -182,10 +182,10 @@ _NOWHERE = (
 
 def _judge_bytes(sent: Sequence[int], ranks: int, size: int) -> None:
     full, most = 4 * size, max(sent)
-    everybody = "Everybody sends everything to everybody. " * (most == (ranks - 1) * full)
+    whole = "It sends whole vectors, world_size - 1 of them. " * (most == (ranks - 1) * full)
     expect(
         most <= 2 * (ranks - 1) * 4 * math.ceil(size / ranks),
-        f"On {ranks} ranks the sums are right, but a rank sends {most} bytes for a tensor of {full}. {everybody}Cut "
+        f"On {ranks} ranks the sums are right, but a rank sends {most} bytes for a tensor of {full}. {whole}Cut "
         "the tensor into world_size chunks and send one chunk in each of 2 (world_size - 1) steps.",
     )
 
@@ -388,8 +388,8 @@ def enough(answer: Callable[[int, float], int]) -> None:
         expect(got >= wanted, f"{here}, {got} micro-batches are too few: the bubble is {_idle_share(p, got):.4f}.")
         if got > wanted:
             rounding = (
-                "By hand (p - 1) (1 - limit) / limit is a whole number here; in floating point your formula comes "
-                "out a hair above it and is rounded up."
+                "By hand (p - 1) (1 - limit) / limit is a whole number here, and is enough: at most, not below. Or "
+                "did floating point come out a hair above it, to be rounded up?"
             )
             hints = {
                 rounding: got == wanted + 1 and solved.denominator == 1,

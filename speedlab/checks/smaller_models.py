@@ -253,7 +253,7 @@ def _numbers_and_scales(value: object, rows: int, columns: int) -> tuple[torch.T
     hints["A channel is a row: take the largest along dimension 1."] = columns
     found = scales.numel()
     expect(found == rows, lambda: f"there are {found} scales for {rows} rows. {diagnose(found, hints)}")
-    expect(scales.nbytes <= 4 * rows, f"the scales take {scales.nbytes} bytes; in fp32 they take {4 * rows}.")
+    expect(scales.nbytes == 4 * rows, f"the scales take {scales.nbytes} bytes; in fp32 they take {4 * rows}.")
     ready = scales.isfinite().all() and (scales > 0).all()
     expect(ready, "a scale is not above 0, or not finite. In a row of zeros any scale will do, such as 1.")
     return numbers.double(), scales.double().reshape(-1, 1)

@@ -277,7 +277,7 @@ RULES = (
          _overlap),
     Rule("bf16 autocast", "9.1", "fewer digits; check that it still trains",
          _share(_half, "fp32 products, faster at half the width"), _half),
-    Rule("scaled_dot_product_attention", "9.4", "none",
+    Rule("scaled_dot_product_attention", "9.6", "none",
          _share(_written_out, "scores written to memory"), _written_out),
     Rule("channels last", "9.8", "none", _share(_layouts, "convolutions that wait for memory"), _layouts),
     Rule(COMPILE, "9.4", "compilation when it starts, and at new shapes",
