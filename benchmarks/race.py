@@ -105,6 +105,9 @@ class Race:
         repeats = max(1, math.ceil(_SAMPLE_SECONDS / step_seconds))
         gc.collect()
         with run.numerics():
+            # the other's turn gave the kept memory back; a run alone fetches it once, not in each turn
+            if run.settings.keep_memory:
+                run.step()
             spent = measure.sample(lambda: done.append(run.step()), repeats, self.clock)
         return sum(done) / (spent * repeats)
 

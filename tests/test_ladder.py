@@ -1,5 +1,6 @@
 """The ladders: options are refused in a sentence, an interrupt loses nothing, and every row says what it must."""
 
+import contextlib
 import itertools
 import json
 import platform
@@ -342,6 +343,23 @@ def test_start_and_rung_take_turns_so_that_a_drift_favours_neither(monkeypatch):
     assert statistics.geometric_mean(rung / start for start, rung in pairs) == pytest.approx(1.0, abs=1e-9)
     sampled.clear()
     assert all(start == rung for start, rung in racer.pairs("start", 1.0)) and set(sampled) == {"start"}
+
+
+def test_memory_that_is_kept_is_fetched_before_the_clock_starts():
+    class Run:
+        numerics = contextlib.nullcontext
+
+        def __init__(self, keep_memory):
+            self.settings, self.steps = Settings(batch=1, keep_memory=keep_memory), 0
+
+        def step(self):
+            self.steps += 1
+            return 1
+
+    kept, given_back = Run(True), Run(False)
+    for run in (kept, given_back):
+        race.Race(VIT, 0.0).sample(run, 1.0)
+    assert kept.steps == given_back.steps + 1
 
 
 def test_a_larger_batch_of_the_same_samples_has_the_same_gradient():
