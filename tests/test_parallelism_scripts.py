@@ -42,6 +42,7 @@ PRACTICE = {
     "Fabric": lightning.Fabric,
     "ModelParallelStrategy": ModelParallelStrategy,
     "AutoModelForCausalLM": transformers.AutoModelForCausalLM,
+    "DistributedConfig": transformers.DistributedConfig,
     "TrainingArguments": transformers.TrainingArguments,
     "ParallelismConfig": accelerate.ParallelismConfig,
     "context_parallel": context_parallel,
