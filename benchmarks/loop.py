@@ -123,16 +123,14 @@ class MasterAdam(torch.optim.Adam):
             weight.grad = None
 
 
-def thinned(x: torch.Tensor, lost: int) -> torch.Tensor:
-    """`x` with zeros where a random byte of its own is under `lost`; what is kept is not scaled up."""
-    drawn = torch.empty(-(-x.numel() // 8), dtype=torch.int64, device=x.device).random_(-(2**63), None)
-    return torch.where(drawn.view(torch.uint8)[: x.numel()].view_as(x) >= lost, x, 0)
-
-
 def byte_dropout(x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
-    """As F.dropout, with `p` rounded to 256ths; never in place."""
+    """As F.dropout, with `p` rounded to 256ths and never in place: an element is lost if its random byte is below."""
     lost = round(256 * p)
-    return thinned(x, lost) * (256 / (256 - lost)) if training and lost else x
+    if not (training and lost):
+        return x
+    drawn = torch.empty(-(-x.numel() // 8), dtype=torch.int64, device=x.device).random_(-(2**63), None)
+    kept = drawn.view(torch.uint8)[: x.numel()].view_as(x) >= lost
+    return torch.where(kept, x, 0) * (256 / (256 - lost))
 
 
 def attention_as_products(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, **others):

@@ -164,9 +164,7 @@ _DECOY = 9
 _MISTAKES = {
     "You iterate over the loader as it came; with several processes, all would train on the same images. Use what "
     "`fabric.setup_dataloaders(train_loader)` returns.": {"seed": _DECOY},
-    "Batch norm uses the batch's statistics in train mode only: call `model.train()`, as `train_plain` does.": {
-        "train": False
-    },
+    "Batch norm uses the batch's statistics in train mode only: call `model.train()`.": {"train": False},
     "Gradients are not zeroed: each step adds to those of the steps before.": {"zero": False},
     "The weights never move: is the optimizer stepped?": {"step": False},
 }
