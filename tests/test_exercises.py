@@ -6,8 +6,9 @@ import nbformat
 import pytest
 import torch
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
-from notebooks import ROOT
+from notebooks import RECORDED, ROOT
 
+import exercises
 from exercises import content, stale, stub
 from speedlab.checks.core import check
 
@@ -60,6 +61,21 @@ def test_a_changed_solution_makes_its_exercise_stale():
     assert content(stub(solution)) == before, "the answer itself is no part of the exercise"
     solution.cells[0].source = "Think twice."
     assert content(stub(solution)) != before
+
+
+def test_an_exercise_keeps_the_stamp_of_its_own_recording(tmp_path, monkeypatch):
+    monkeypatch.setattr(exercises, "ROOT", tmp_path)
+    solution = notebook(new_code_cell(SOURCE))
+    solution.metadata[RECORDED] = {"quiet": True, "seconds": 9}
+    exercise = stub(solution)
+    assert RECORDED not in exercise.metadata
+    exercise.metadata[RECORDED] = {"quiet": True, "seconds": 1}
+    for folder, made in (("solutions", solution), ("exercises", exercise)):
+        (tmp_path / folder).mkdir()
+        nbformat.write(made, tmp_path / folder / "exercise-0.ipynb")
+    exercises.make([tmp_path / "solutions" / "exercise-0.ipynb"])
+    stored = nbformat.read(tmp_path / "exercises" / "exercise-0.ipynb", as_version=4)
+    assert stored.metadata[RECORDED]["seconds"] == 1
 
 
 def test_a_solution_without_a_block_is_refused():

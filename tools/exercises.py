@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import nbformat
-from notebooks import ROOT, execute, find, keep_outputs, write
+from notebooks import RECORDED, ROOT, execute, find, keep_outputs, write
 
 BLOCK = re.compile(r"^([ \t]*)# BEGIN SOLUTION[^\n]*\n.*?^[ \t]*# END SOLUTION[^\n]*$", re.M | re.S)
 STUB = r"\1# Your code here.\n\1raise NotImplementedError"
@@ -19,6 +19,7 @@ STUB = r"\1# Your code here.\n\1raise NotImplementedError"
 def stub(solution: nbformat.NotebookNode) -> nbformat.NotebookNode:
     """The exercise that belongs to a solution, not run yet. A solution without a marked block is an error."""
     exercise = copy.deepcopy(solution)
+    exercise.metadata.pop(RECORDED, None)
     exercise.cells = [cell for cell in exercise.cells if "solution" not in cell.metadata.get("tags", [])]
     blocks = 0
     for cell in exercise.cells:
@@ -54,7 +55,9 @@ def make(paths: list[Path]) -> None:
         target = ROOT / "exercises" / path.name
         new = execute(stub(nbformat.read(path, as_version=4)), target.parent)
         if target.exists():
-            keep_outputs(nbformat.read(target, as_version=4), new, quiet=False)
+            old = nbformat.read(target, as_version=4)
+            keep_outputs(old, new, quiet=False)
+            new.metadata.update({RECORDED: old.metadata[RECORDED]} if RECORDED in old.metadata else {})
         print("changed" if write(new, target) else "same   ", target.relative_to(ROOT))
 
 
