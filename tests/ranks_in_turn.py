@@ -9,6 +9,7 @@ import sys
 from datetime import timedelta
 from pathlib import Path
 
+import torch._dynamo  # noqa: F401 - the first DDP imports it, which on a busy machine takes as long as a task may
 import torch.distributed as dist
 
 from speedlab.checks import ranks

@@ -1,6 +1,7 @@
 """The checks of exercise 1 accept what is right in any style, see a stub, and name the fault of what is wrong."""
 
 import math
+from decimal import Decimal
 from fractions import Fraction
 
 import numpy as np
@@ -55,7 +56,31 @@ def from_the_unrounded(w, t):
     return above.item() - abs(w)
 
 
+def upward(w, t):
+    return torch.nextafter(torch.tensor(w, dtype=t), torch.tensor(math.inf, dtype=t))
+
+
+def by_bits_in_place(w, t):
+    here = torch.tensor([abs(w)], dtype=t)
+    above = here.clone()
+    above.view(torch.int16 if t.itemsize == 2 else torch.int32).add_(1)
+    return above.sub_(here)
+
+
+def by_doubling(w, t):
+    power = 2.0**-60
+    while 2 * power <= stored(w, t):
+        power *= 2
+    return torch.finfo(t).eps * power
+
+
 GAPS = {
+    "the bits, counted up in place": by_bits_in_place,
+    "a loop": by_doubling,
+    "a Decimal": lambda w, t: Decimal(by_doubling(w, t)),
+    "hexadecimal": lambda w, t: torch.finfo(t).eps * 2.0 ** int(stored(w, t).hex().split("p")[1]),
+    "bit_length": lambda w, t: torch.finfo(t).eps * 2.0 ** (int(stored(w, t) * 2**60).bit_length() - 61),
+    "in the dtype itself": lambda w, t: torch.tensor(by_doubling(w, t), dtype=t),
     "frexp": lambda w, t: torch.finfo(t).eps * 2.0 ** (math.frexp(stored(w, t))[1] - 1),
     "a tensor": lambda w, t: torch.tensor(2.0 ** (math.frexp(stored(w, t))[1] - 1 - BITS[t])),
     "numpy's spacing": by_spacing,
@@ -74,6 +99,17 @@ WRONG_GAPS = {
     "truncated": (lambda w, t: torch.finfo(t).eps * 2.0 ** math.trunc(math.log2(abs(w))), "halves below 1"),
     "from the unrounded": (from_the_unrounded, "0.1 itself", "stores it"),
     "the power of two below the unrounded": (lambda w, t: torch.finfo(t).eps * below(w), "stores 0.9999 as 1"),
+    "upward from a negative one": (lambda w, t: upward(w, t).item() - stored(w, t) * math.copysign(1, w),
+                                   "-2 has", "towards zero: take abs"),
+    "downward": (lambda w, t: stored(w, t) + upward(-abs(w), t).item(), "That is half", "the next smaller number"),
+    "the smaller minus the larger": (lambda w, t: -by_doubling(w, t), "the larger number minus the smaller"),
+    "Python's gap in fp32": (lambda w, t: math.ulp(w) if t == FP32 else by_doubling(w, t), "in fp32", "gap at 1."),
+    "nothing in fp32": (lambda w, t: 0.0 if t == FP32 else by_doubling(w, t), "in fp32", "gap at 1."),
+    "stored in 16 bits only": (lambda w, t: torch.finfo(t).eps * below(w if t == FP32 else stored(w, t)),
+                               "fp32 stores 0.99999999 as 1"),
+    "a hundredth off": (lambda w, t: by_doubling(w, t) * (1 + (t == FP32 and w == 0.0007) / 100), "0.0007 has"),
+    "fp16's eps": (lambda w, t: by_doubling(w, t) / torch.finfo(t).eps * torch.finfo(FP16).eps, "in bf16"),
+    "a generator": (lambda w, t: (x for x in [by_doubling(w, t)]), "not generator"),
     "a constant": (lambda w, t: 1e-3, "power of two"),
     "a lookup": (lambda w, t: torch.finfo(t).eps * {3.0: 2, 0.75: 0.5, 100.0: 64, 0.1: 0.0625, 5.0: 4}.get(abs(w), 1),
                  "0.3 has its next"),

@@ -152,6 +152,26 @@ SCATTER = """    for p in model.parameters():
         dist.all_gather_into_tensor(flat, part)
         p.grad.copy_((flat / world_size)[: p.numel()].view_as(p))
 """
+REDUCED = """    for p in model.parameters():
+        dist.reduce(p.grad, 0)
+        p.grad /= world_size
+        dist.broadcast(p.grad, 0)
+"""
+GATHERED = """    for p in model.parameters():
+        parts = [torch.empty_like(p) for _ in range(world_size)]
+        dist.all_gather(parts, p.grad)
+        p.grad.copy_(sum(parts) / world_size)
+"""
+WIDER = """    for p in model.parameters():
+        wide = p.grad.double()
+        dist.all_reduce(wide)
+        p.grad.copy_(wide / world_size)
+"""
+ASYNC = """    for work in [dist.all_reduce(p.grad, async_op=True) for p in model.parameters()]:
+        work.wait()
+    for p in model.parameters():
+        p.grad /= world_size
+"""
 FRESH = "type({0})(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))"
 WITH = "with model.no_sync() if micro % accumulate_steps else torch.enable_grad():"
 BACKWARD = "(loss / accumulate_steps).backward()"
@@ -173,6 +193,8 @@ TRAIN = {
     "by hand": [MANUAL],
     "by hand, in one message": [MANUAL, (AVERAGE, FLAT)],
     "by hand, scattered and gathered": [MANUAL, (AVERAGE, SCATTER)],
+    "by hand, to rank 0 and back": [MANUAL, (AVERAGE, REDUCED)],
+    "by hand, all at once": [MANUAL, (AVERAGE, ASYNC)],
     "weights averaged after the step": [
         MANUAL,
         ("parameter.grad", "parameter.data"),
@@ -279,6 +301,12 @@ TRAIN_MISTAKES = {
         ],
         "forward and backward",
     ),
+    "gathered by hand": (
+        [MANUAL, (AVERAGE, GATHERED)],
+        "bytes of gradients",
+        "by hand, all_reduce each gradient once",
+    ),
+    "in fp64 by hand": ([MANUAL, (AVERAGE, WIDER)], "bytes of gradients", "once a step, as it is"),
     "always silent": ([(WITH, "with model.no_sync():")], "outside no_sync()"),
     "half the bits": (
         [

@@ -1,7 +1,9 @@
 """The checks of exercise 2 accept what is right in any style, see a stub, and name the fault of what is wrong."""
 
+import bisect
 import itertools
 import math
+from decimal import Decimal
 from fractions import Fraction
 
 import numpy as np
@@ -123,6 +125,37 @@ def ring_all_reduce(tensor, rank, world_size, send, receive):
     for other in others:
         chunks[other].copy_(receive(chunks[other], other))
 """
+CHAIN = """
+def ring_all_reduce(tensor, rank, world_size, send, receive):
+    # chunk i grows along the chain that begins at rank i, and is then copied along the one that begins at its end
+    for first, write in ((0, "add_"), (-1, "copy_")):
+        for i, chunk in enumerate(tensor.tensor_split(world_size)):
+            place = (rank - i - first) % world_size
+            if place > 0:
+                getattr(chunk, write)(receive(chunk, (rank - 1) % world_size))
+            if place < world_size - 1:
+                send(chunk, (rank + 1) % world_size)
+"""
+PADDED = """
+def ring_all_reduce(tensor, rank, world_size, send, receive):
+    size = -(-len(tensor) // world_size)
+    rows = np.zeros((world_size, size), dtype=np.float32)
+    rows.ravel()[: len(tensor)] = tensor
+    for step in range(2 * world_size - 2):
+        send(torch.from_numpy(rows[(rank - step) % world_size]), (rank + 1) % world_size)
+        got = receive(torch.empty(size), (rank - 1) % world_size).numpy()
+        rows[(rank - step - 1) % world_size] = got + rows[(rank - step - 1) % world_size] * (step < world_size - 1)
+    tensor[:] = torch.from_numpy(rows.ravel()[: len(tensor)])
+"""
+SHIFTED_CHUNKS = """
+def ring_all_reduce(tensor, rank, world_size, send, receive):
+    for chunk in tensor.tensor_split(world_size):
+        passed = chunk.clone()
+        for _ in range(world_size - 1):
+            send(passed, (rank + 1) % world_size)
+            passed = receive(passed, (rank - 1) % world_size)
+            chunk.add_(passed)
+"""
 SPLIT = "list(tensor.tensor_split(world_size))"
 SEND, ADD = "        send(leaving, right)\n", "            arriving.add_(received)\n"
 RECEIVE = "        received = receive(arriving, left)\n"
@@ -130,6 +163,13 @@ RECEIVE_INTO = "        received = torch.empty_like(arriving)\n        receive(r
 RINGS = {
     "to the left": [LEFTWARD],
     "slices, a buffer, numpy's and torch's ranks": [BOUNDS],
+    "chunk after chunk along a chain": [CHAIN],
+    "numpy, padded": [PADDED],
+    "a shorter chunk at the end": [RING, (SPLIT, "[tensor[i * s : i * s + s] for i in range(world_size)]"),
+                                   ("    right,", "    s = -(-len(tensor) // world_size)\n    right,")],
+    "a longer chunk at the end": [RING, (SPLIT, "torch.split(tensor, [s] * (world_size - 1) + [s + rest])"),
+                                  ("    right,", "    s, rest = divmod(len(tensor), world_size)\n    right,")],
+    "summed in double precision": [RING, ("arriving.add_(received)", "arriving.copy_(arriving.double() + received)")],
     "a leftover comment": [RING, (SPLIT, SPLIT + "\n    # raise NotImplementedError")],
     "a raise after the return": [RING + "    return\n    raise NotImplementedError\n"],
     "a helper outside": [
@@ -139,11 +179,15 @@ RINGS = {
     "it sends copies": [RING, ("send(leaving, right)", "send(leaving.clone(), right)")],
     "array_split's sizes": [RING, (SPLIT, "torch.split(tensor, [len(c) for c in tensor.tensor_split(world_size)])")],
     "one rank apart": [RING, ("    right, left", "    if world_size == 1:\n        return\n    right, left")],
-}
+}  # fmt: skip
 RING_MISTAKES = {
     "sends everything to everybody": ([EVERYBODY], "whole vectors", "one chunk in each"),
     "rank 0 does it all": ([CENTRAL], "a rank sends", "2 (world_size - 1) steps"),
     "passes whole tensors round": ([SHIFTED], "a rank sends", "whole vectors", "chunks"),
+    "passes chunks all the way round": ([SHIFTED_CHUNKS], "That is as much as", "whole vectors", "one chunk in each"),
+    "a third phase": ([RING, ("range(2 * ", "range(3 * ")], "48 bytes", "2 (world_size - 1) steps"),
+    "double precision": ([RING, ("send(leaving, right)", "send(leaving.double(), right)"),
+                          ("receive(arriving, left)", "receive(arriving.double(), left)")], "float64", "cost more"),
     "no ring, with as many bytes": ([DIRECT], "no ring", "one neighbour only"),
     "adds in both phases": ([RING, ("arriving.copy_(received)", "arriving.add_(received)")], "copied, not added"),
     "stops after the first phase": ([RING, ("range(2 * (world_size - 1))", "range(world_size - 1)")], "finished"),
@@ -157,6 +201,8 @@ RING_MISTAKES = {
     "the mean": ([RING + "    tensor /= world_size\n"], "mean", "sums"),
     "sends to nobody": ([RING, ("(rank + 1) % world_size, (rank - 1)", "rank + 1, (rank - 1)")], "modulo"),
     "receives before it sends": ([RING, (SEND, ""), (ADD, ADD + "    " + SEND)], "waits", "before it receives"),
+    "without the rest": ([RING, (SPLIT, "tensor.unfold(0, s, s)"), ("    right,", "    s = len(tensor) // world_size"
+                         " or 1\n    right,")], "with 7 numbers", "the end is left out"),
     "the wrong chunk arrives": ([RING, ("rank - step - 1", "rank - step + 1")], ""),
     "chunk instead of tensor_split": ([RING, (SPLIT, "tensor.chunk(world_size)")], "numbers on", "tensor_split"),
     "half precision": ([RING, ("send(leaving, right)", "send(leaving.half(), right)"),
@@ -348,7 +394,17 @@ def ceiling(p, limit, hair=1e-9):
     return max(1, math.ceil((p - 1) * (1 - limit) / limit - hair))
 
 
+def bisected(p, limit):
+    return bisect.bisect_left(range(1, 10_000), -Fraction(str(limit)), key=lambda m: -Fraction(p - 1, m + p - 1)) + 1
+
+
 COUNTS = {
+    "bisected": bisected,
+    "a Decimal": lambda p, limit: max(1, math.ceil((p - 1) * (1 - Decimal(str(limit))) / Decimal(str(limit)))),
+    "whole numbers": lambda p, limit: max(1, -(-(p - 1) * (10_000 - round(limit * 1e4)) // round(limit * 1e4))),
+    "rounded first": lambda p, limit: max(1, math.ceil(round((p - 1) * (1 - limit) / limit, 9))),
+    "all slots, less p - 1": lambda p, limit: max(1, math.ceil(round((p - 1) / limit, 6)) - (p - 1)),
+    "an arange": lambda p, limit: int(np.argmax((p - 1) / (np.arange(1, 999) + p - 1) <= limit + 1e-12)) + 1,
     "one after the other": stepped,
     "with a margin": ceiling,
     "a fraction": lambda p, limit: max(1, math.ceil((p - 1) / Fraction(str(limit)) - (p - 1))),
@@ -367,6 +423,17 @@ WRONG_COUNTS = {
     "rounded down, plus one": (lambda p, limit: math.floor((p - 1) * (1 - limit) / limit + 1e-9) + 1, "more than"),
     "all p stages": (lambda p, limit: math.ceil(p * (1 - limit) / limit), "p, or fewer"),
     "strictly below": (lambda p, limit: next(m for m in itertools.count(1) if (p - 1) / (m + p - 1) < limit), "more"),
+    "in hundredths": (
+        lambda p, limit: max(1, -(-(p - 1) * (100 - round(100 * limit)) // round(100 * limit))),
+        "0.125, 59",
+    ),
+    "a simpler fraction": (
+        lambda p, limit: max(1, math.ceil((p - 1) * (1 / Fraction(limit).limit_denominator(99) - 1))),
+        "at most 0.3333",
+        "the bubble is 0.33333.",
+    ),
+    "all slots": (lambda p, limit: max(1, math.ceil(round((p - 1) / limit, 6))), "30", "take away p - 1"),
+    "at least p": (lambda p, limit: max(p, ceiling(p, limit)), "10 micro-batches", "fewer micro-batches than stages"),
     "one": (lambda p, limit: 1, "too few", "4 stages"),
     "a million": (lambda p, limit: 10**6, "far too many"),
     "not whole": (lambda p, limit: (p - 1) * (1 - limit) / limit + 0.5, "whole number"),
@@ -401,6 +468,16 @@ def test_enough_rejects(answer, words, rejects):
 
 def test_an_excess_of_more_than_one_is_not_blamed_on_floating_point(verdict):
     assert "hair" not in verdict("enough", lambda p, limit: ceiling(p, limit) + 5)
+
+
+def test_one_stage_is_not_told_that_no_micro_batch_is_enough(verdict):
+    said = verdict("enough", lambda p, limit: ceiling(p, limit) + (p == 1))
+    assert "For 1 stages" in said and "is enough" not in said, said
+
+
+def test_one_rank_is_not_told_to_count_modulo_one(rejects):
+    alone = ("    right,", "    send(tensor, 0) if world_size == 1 else None\n    right,")
+    rejects("ring_all_reduce", changed(RING, alone), "sends to rank 0", "nobody to talk to")
 
 
 # --- Task 5 ---------------------------------------------------------------------------------------------------------

@@ -773,6 +773,28 @@ def with_vmap(weight):
     return numbers.char(), scales
 
 
+def a_generator(weight):
+    refuse(weight)
+    scales = row_scales(weight)
+    yield (weight / scales).round().char()
+    yield scales
+
+
+def filled_one_by_one(weight):
+    refuse(weight)
+    scales, numbers = row_scales(weight), torch.empty(weight.shape, dtype=torch.int8)
+    for i, row in enumerate(weight):
+        for j, one in enumerate(row):
+            numbers[i, j] = round((one / scales[i]).item())
+    return numbers, scales
+
+
+def in_double(weight):
+    refuse(weight)
+    scales = row_scales(weight.double())
+    return (weight.double() / scales).round().char(), scales.float().squeeze()
+
+
 Quantized = namedtuple("Quantized", "numbers scales")
 
 RIGHT_INT8 = [
@@ -781,6 +803,12 @@ RIGHT_INT8 = [
     row_by_row,
     with_torchs_own,
     with_vmap,
+    a_generator,
+    filled_one_by_one,
+    in_double,
+    int8(numbers=lambda steps: (steps - 0.5).ceil().char()),
+    int8(numbers=lambda steps: (steps + 0.5 * steps.sign()).trunc().char()),
+    int8(lambda w: torch.where(w.any(1, keepdim=True), w.abs().amax(1, keepdim=True) / 127, 5.0)),
     int8(of_bounds),
     int8(filled_in_place),
     int8(refuse=with_isnan),
@@ -834,6 +862,19 @@ def for_outliers_only(weight):
 
 def first_scale(weight):
     return row_scales(weight)[:1].expand(len(weight), 1).clone()
+
+
+def with_pythons_max(weight):
+    scales = torch.tensor([[max(map(abs, row)) / 127 or 1.0] for row in weight.tolist()])
+    if not scales.isfinite().all():  # max([1, nan]) is 1
+        raise ValueError("not finite")
+    return (weight / scales).round().char(), scales
+
+
+def divided_in_place(weight):
+    refuse(weight)
+    scales = row_scales(weight)
+    return weight.div_(scales).round().char(), scales
 
 
 def without_guard(weight):
@@ -891,7 +932,17 @@ def of_the_tensor(weight):
             (int8(refuse=raising(RuntimeError("not finite"))), "not RuntimeError"),
             (int8(refuse=raising(AssertionError("not finite"))), "not AssertionError"),
             (int8(refuse=lambda w: refuse(w) if w.isnan().any() else None), "inf"),
+            (with_pythons_max, "nan in row 0, column 1"),
+            (int8(refuse=lambda weight: refuse(weight[:, :1])), "in row 0, column 1"),
+            (int8(refuse=lambda weight: refuse(weight[:2])), "in row 2, column 1"),
+            (divided_in_place, "change the weight"),
             (blanked, "error"),
+            (int8(numbers=lambda steps: steps.round().neg().char()), "Divide a row by the scale"),
+            (int8(made=lambda q, s: (q, s.ceil().int())), "scales are int32"),
+            (int8(made=lambda q, s: (q, s.bfloat16())), "scales are bfloat16"),
+            (int8(made=lambda q, s: (q, s.half().float())), "error"),
+            (int8(made=lambda q, s: (q, s.roll(1, 0))), "error"),
+            (int8(lambda w: (w.amax(1, True) - w.amin(1, True)).clamp(min=1e-9) / 255), "wraps around"),
             (for_outliers_only, "usual weights"),
         ]
     ),

@@ -43,29 +43,31 @@ _SETTINGS = {
 
 # --- Task 1 ---------------------------------------------------------------------------------------------------------
 
-_WEIGHTS = (1.0, 3.0, 0.75, 100.0, 0.1, -5.0, 0.3, -0.02, 6.5, 1000.0, 0.0007, -2.0, 48.0, 0.9999)
+_WEIGHTS = (1.0, 3.0, 0.75, 100.0, 0.1, -5.0, 0.3, -0.02, 6.5, 1000.0, 0.0007, -2.0, 48.0, 0.9999, 0.99999999)
 
 
 @check("Task 1, the gap between two numbers")
 def gap(answer: Callable[[float, torch.dtype], float]) -> None:
+    same = functools.partial(close, relative=1e-6, absolute=0.0)
     for dtype, weight in itertools.product((FP16, BF16, FP32), _WEIGHTS):
-        name, info, same = dtype_name(dtype), torch.finfo(dtype), functools.partial(close, relative=1e-6)
-        got, wanted = number(ask(answer, weight, dtype), f"The gap at {weight:g} in {name}"), _gap(weight, dtype)
+        name, info, shown = dtype_name(dtype), torch.finfo(dtype), f"{weight:.9g}"
+        got, wanted = number(ask(answer, weight, dtype), f"The gap at {shown} in {name}"), _gap(weight, dtype)
         if not same(got, wanted):
             unrounded = _above(weight, dtype) - abs(weight)
             below = info.eps * 2.0 ** math.floor(math.log2(abs(weight)))
             hints = {
-                "A distance is not negative: work with abs(weight).": got < 0,
-                f"{name} stores {weight:g} as {_stored(weight, dtype):g}: take the power of two below that.": below,
+                "A distance is not negative: take the larger number minus the smaller, and abs(weight).": got < 0,
+                "You step towards zero: take abs(weight).": weight < 0 and same(got, wanted / 2),
+                f"{name} stores {shown} as {_stored(weight, dtype):g}: take the power of two below that.": below,
                 "`finfo.eps` is the gap from 1 to 2; it doubles at powers of two, and halves below 1.": info.eps,
                 "`finfo.tiny` says how close to zero the format reaches, not how fine it is here.": info.tiny,
-                "That is half: where an update gets lost. The task asks for the gap.": wanted / 2,
+                "That is half: where an update gets lost, or the gap to the next smaller number.": wanted / 2,
                 "That is twice the gap: take the power of two below the weight (`math.floor`).": 2 * wanted,
                 "The gap changes at powers of two only: round the weight down to one.": info.eps * abs(weight),
-                f"You measure from {weight:g} itself; measure from the number as {name} stores it.": unrounded,
+                f"You measure from {shown} itself; measure from the number as {name} stores it.": unrounded,
             }
             why = diagnose(got, hints, "Multiply the power of two below the weight by the gap at 1.", same)
-            fail(f"Stored in {name}, {weight:g} has its next number {wanted:.4g} away; you return {got:.4g}. {why}")
+            fail(f"Stored in {name}, {shown} has its next number {wanted:.4g} away; you return {got:.4g}. {why}")
 
 
 def _gap(weight: float, dtype: torch.dtype) -> float:

@@ -218,8 +218,8 @@ def train_ddp(answer: Callable[..., nn.Module]) -> None:
             expect(
                 sent <= enough + 64 * steps,
                 f"the weights are right, but a rank sends {sent:,.0f} bytes of gradients in {steps} steps; "
-                f"{enough:,.0f} are enough. Use no_sync() around forward and backward of every micro-batch but the "
-                "last of a step.",
+                f"{enough:,.0f} are enough. With DDP, use no_sync() around forward and backward of every micro-batch "
+                "but the last of a step; by hand, all_reduce each gradient once a step, as it is.",
             )
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from speedlab import count
-from speedlab.checks.core import apart, ask, check, close, diagnose, distance, expect, fail, sequence, where, whole
+from speedlab.checks.core import apart, check, close, diagnose, distance, expect, fail, sequence, where, whole
 
 _same = functools.partial(close, relative=1e-4, absolute=1e-7)
 
@@ -219,18 +219,23 @@ def weights() -> Iterator[tuple[str, torch.Tensor]]:
 def quantize(answer: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]) -> None:
     for story, weight in weights():
         with where(story):
-            numbers, scales = _numbers_and_scales(ask(answer, weight), *weight.shape)
-            weight = weight.double()
+            given = weight.clone()
+            numbers, scales = _numbers_and_scales(answer(given), *weight.shape)
+            unchanged, weight = torch.equal(given, weight), weight.double()
             errors, bounds = (weight - numbers * scales).abs().amax(1), weight.abs().amax(1) / 127 / 2
             row = int((errors - bounds).argmax())
             error, bound = apart(float(errors[row]), float(bounds[row]))
             said = f"row {row} comes back with an error of {error}; {bound} is allowed. "
             right = errors[row] <= bounds[row] * 1.001 + 1e-12
             expect(right, lambda: said + _why_error(numbers, scales, weight))  # noqa: B023
-    for bad in (math.nan, math.inf, -math.inf):
-        with where(f"With a weight of {bad}"):
+            expect(unchanged, "you change the weight that you are given: leave it as it is.")
+    for bad, (row, column) in itertools.product((math.nan, math.inf, -math.inf), ((1, 0), (0, 1), (2, 1))):
+        with where(f"With a weight of {bad} in row {row}, column {column}"):
+            weight = torch.tensor([[1.0, 2.0], [6.0, 3.0], [4.0, 5.0]])
+            weight[row, column] = bad
             try:
-                answer(torch.tensor([[1.0, 2.0], [bad, 3.0], [4.0, 5.0]]))
+                got = answer(weight)
+                sequence(got if isinstance(got, Iterator) else ())  # a generator begins only now
             except ValueError as error:
                 expect(str(error), "your ValueError says nothing: give it a sentence.")
             except Exception as error:
@@ -253,7 +258,8 @@ def _numbers_and_scales(value: object, rows: int, columns: int) -> tuple[torch.T
     hints["A channel is a row: take the largest along dimension 1."] = columns
     found = scales.numel()
     expect(found == rows, lambda: f"there are {found} scales for {rows} rows. {diagnose(found, hints)}")
-    expect(scales.nbytes == 4 * rows, f"the scales take {scales.nbytes} bytes; in fp32 they take {4 * rows}.")
+    kind = f"the scales are {str(scales.dtype).removeprefix('torch.')} and take {scales.nbytes} bytes"
+    expect(scales.dtype == torch.float32, f"{kind}; make them fp32, which takes {4 * rows}.")
     ready = scales.isfinite().all() and (scales > 0).all()
     expect(ready, "a scale is not above 0, or not finite. In a row of zeros any scale will do, such as 1.")
     return numbers.double(), scales.double().reshape(-1, 1)
@@ -265,7 +271,7 @@ def _why_error(numbers: torch.Tensor, scales: torch.Tensor, weight: torch.Tensor
         "All rows have one scale: give each its own, or one outlier coarsens every row.": scales == scales[0],
         "You return 1 / scale: a weight is its number times its scale.": (scales * due - 1).abs() < 1e-3,
         "Take the largest absolute value: it may be that of a negative weight.": (scales - signed).abs() < 1e-6,
-        "Beyond 127 an int8 wraps around: 128 becomes -128.": ((numbers * weight < 0) & (exact.abs() > 127)).any(),
+        "Beyond 127 an int8 wraps around: 128 becomes -128.": ((numbers * weight < 0) & (exact.abs() > 127.5)).any(),
         "The conversion to int8 cuts off the fraction: round first.": numbers == exact.trunc(),
         "torch.floor is not rounding: use torch.round.": numbers == exact.floor(),
         "The scale is too large: the largest weight of a row should become 127.": scales > 1.01 * due,
