@@ -55,6 +55,23 @@ def measured(path):
     return nbformat.read(path, as_version=4).cells[2].outputs[0].data["text/plain"]
 
 
+def test_a_page_names_one_machine(tmp_path):
+    clock = "measured('time', time.perf_counter())"
+    cells = ["import time\nfrom speedlab.display import measured\nmeasured('device', 'cpu (B)')", clock, clock]
+    path = written(tmp_path / "trial.ipynb", cells)
+    tool.refresh(path)
+    page = nbformat.read(path, as_version=4)
+    for output in page.cells[1].outputs:
+        output.data["text/plain"] = "[measured] device: cpu (A)"
+    nbformat.write(page, path)
+    first = measured(path)
+    tool.refresh(path)
+    assert measured(path) == first, "no code has changed: another machine's page stays as it is"
+    tool.refresh(written(path, [*cells[:2], clock + "  # changed"]))
+    assert measured(path) != first, "its last clock is this machine's now, and so must be the others"
+    assert "(B)" in nbformat.read(path, as_version=4).cells[1].outputs[0].data["text/plain"]
+
+
 def test_a_second_refresh_changes_nothing(tmp_path):
     path = written(tmp_path / "trial.ipynb", CELLS)
     assert tool.refresh(path) == (True, 0, True)

@@ -154,20 +154,31 @@ def keep_outputs(old: nbformat.NotebookNode, new: nbformat.NotebookNode, quiet: 
     """Put back each old output that equals the new one and need not be recorded again; return how many.
 
     It need not where the same code made it on a quiet machine; and it must not where the machine is busy now.
+    A page names one machine: if one clock is stored anew and the old ones are another machine's, all are.
     """
     before = {cell.id: cell for cell in old.cells if cell.cell_type == "code"}
     was_quiet = old.metadata.get(RECORDED, {}).get("quiet", False)
+    known = [(before[cell.id], cell) for cell in new.cells if cell.id in before]
+    same_code = [was.metadata.get(MADE_BY) == cell.metadata[MADE_BY] for was, cell in known]
+    clocked = [_clocked(cell.outputs) for _, cell in known]
+    anew = any(timed and not same for timed, same in zip(clocked, same_code, strict=True))
+    trusted = was_quiet and not (anew and _device(old) != _device(new))
     kept = 0
-    for cell in (c for c in new.cells if c.id in before):
-        known = before[cell.id]
-        valid = known.metadata.get(MADE_BY) == cell.metadata[MADE_BY] and (was_quiet or not _clocked(cell.outputs))
+    for (was, cell), same, timed in zip(known, same_code, clocked, strict=True):
         # equal outputs may still differ in what is not compared: an output that gained a picture is stored anew
-        same_kinds = [set(o.get("data", ())) for o in known.outputs] == [set(o.get("data", ())) for o in cell.outputs]
-        if (valid or not quiet) and same_kinds and same_outputs(known.outputs, cell.outputs):
-            cell.outputs = known.outputs
-            cell.metadata[MADE_BY] = known.metadata.get(MADE_BY, "")
+        same_kinds = [set(o.get("data", ())) for o in was.outputs] == [set(o.get("data", ())) for o in cell.outputs]
+        valid = same and (trusted or not timed)
+        if (valid or not quiet) and same_kinds and same_outputs(was.outputs, cell.outputs):
+            cell.outputs = was.outputs
+            cell.metadata[MADE_BY] = was.metadata.get(MADE_BY, "")
             kept += 1
     return kept
+
+
+def _device(notebook: nbformat.NotebookNode) -> str:
+    """The device that a page was recorded on, as its first cell describes it; '' where none does."""
+    texts = (o.get("data", {}).get("text/plain", "") for c in notebook.cells for o in c.get("outputs", ()))
+    return next((found[0] for text in texts if (found := re.search(r"\[measured\] device: .*", text))), "")
 
 
 def _clocked(outputs: list) -> bool:
