@@ -157,8 +157,9 @@ def float8_product(a: torch.Tensor, b: torch.Tensor, to_float8: Callable) -> Cal
         return "no GPU with float8"
 
     def product() -> torch.Tensor:
-        (a8, scale_a), (b8, scale_b) = to_float8(a), to_float8(b.T.contiguous())
-        return torch._scaled_mm(a8, b8.T, scale_a=scale_a, scale_b=scale_b, out_dtype=torch.bfloat16)
+        (a8, scale_a), (b8, scale_b) = to_float8(a), to_float8(b)
+        by_column = b8.T.contiguous().T  # the layout that the hardware asks for, copied in 8 bits
+        return torch._scaled_mm(a8, by_column, scale_a=scale_a, scale_b=scale_b, out_dtype=torch.bfloat16)
 
     return product
 

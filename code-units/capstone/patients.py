@@ -182,7 +182,7 @@ class Averaged(torch.autograd.Function):
 
 
 class Exchanging(nn.Module):
-    """Averages the gradient of every activation over the processes, where that of the weights would do."""
+    """Averages the gradients of activations over the processes, where data parallel training takes the weights'."""
 
     def __init__(self) -> None:
         super().__init__()
