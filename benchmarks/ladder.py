@@ -1,6 +1,6 @@
-"""Three ladders from a naive start to everything that this course teaches, one change per rung.
+"""Three ladders from a naive start through what speeds up training on one device, one idea per rung.
 
-Each rung is timed in turns with the strict-fp32 start (A B A B), and shows its throughput, its speed-up, its memory,
+Each rung is timed in turns with the strict-fp32 start (A B B A), and shows its throughput, its speed-up, its memory,
 its share of the hardware's peak, where its time goes, and that it still trains. Usage:
 python -m benchmarks.ladder [vit] [--items 0,5,9] [--scale quick] [--seconds 20] (--help lists the rest)
 """

@@ -1,6 +1,6 @@
 """One training run of a ladder: what a rung may change, and a step whose parts can be told apart.
 
-A ladder is a list of rungs, each changing one setting of the rung before. Everything a rung can change stands in
+A ladder is a list of rungs; each is one idea, which may set several things. Everything a rung can change stands in
 `Settings`; `Training` is the loop that obeys them. Nothing here reads a clock.
 """
 
@@ -87,7 +87,7 @@ MEMORY_KEPT = Rung(
 )
 BF16_WEIGHTS = Rung(
     "bf16 weights, fp32 master",
-    "no casting of weights and gradients in the step, and a residual stream of half the bytes",
+    "activations stay in bf16: a residual stream of half the bytes; the optimizer casts weights and gradients",
     {"autocast": "", "master": True},
     ("bf16",),
 )
@@ -102,7 +102,8 @@ def larger_batch(batch: int) -> Rung:
 class MasterAdam(torch.optim.Adam):
     """Adam for bf16 weights: it keeps an fp32 master of each, updates that, and rounds it into the weight.
 
-    bf16 has 8 bits of mantissa: an update smaller than 1/256 of a weight would be lost without the master.
+    bf16 stores 7 bits of mantissa: without the master, an update below 1/512 of a weight is lost, and up to 1/256
+    it may be.
     """
 
     def __init__(self, weights: list[nn.Parameter], **options):
@@ -139,7 +140,7 @@ def attention_as_products(query, key, value, attn_mask=None, dropout_p=0.0, is_c
     scores = (query * (query.shape[-1] ** -0.5 if scale is None else scale)) @ key.transpose(-2, -1)
     if attn_mask is not None:
         scores = scores.masked_fill(~attn_mask, -torch.inf)
-    with torch.autocast(query.device.type, enabled=False):  # it would make the softmax's results fp32
+    with torch.autocast(query.device.type, enabled=False):  # on CUDA it would make the softmax's results fp32
         shares = scores.softmax(-1)
     return F.dropout(shares, dropout_p) @ value
 
@@ -281,10 +282,11 @@ def lacking(rung: Rung, device: torch.device) -> str:
     """The sentence that says why this machine leaves `rung` out, or nothing."""
     if "cuda" in rung.needs and device.type != "cuda":
         return "TF32 is a format of CUDA GPUs" if "tf32" in rung.changes else "this rung is climbed on a GPU only"
-    if "cpu" in rung.needs and device.type != "cpu":
-        return "a GPU's fused attention is fast in bf16 as it is"
     if "glibc" in rung.needs and (device.type != "cpu" or platform.libc_ver()[0] != "glibc"):
         return "it is about glibc, which serves CPU tensors on Linux; a GPU's memory is kept by PyTorch"
+    if "cpu" in rung.needs and device.type != "cpu":
+        attention = "plain_attention" in rung.changes
+        return f"it mends the CPU's {'attention in bf16' if attention else 'dropout kernel'}; a GPU has its own"
     if "bf16" in rung.needs and not machine.is_fast("bf16"):
         return "bf16 has no fast hardware here: a step in it would take many times as long"
     lacks_compiler = "compiler" in rung.needs and compat.compiler(device.type) is None

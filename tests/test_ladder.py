@@ -259,6 +259,14 @@ def test_what_is_lacking_is_said(needs, sentence, monkeypatch):
     assert sentence in reason and "\n" not in reason
 
 
+@pytest.mark.parametrize(
+    ("rung", "sentence"),
+    [(loop.MEMORY_KEPT, "glibc"), (loop.BYTE_DROPOUT, "dropout"), (loop.PLAIN_ATTENTION, "attention")],
+)
+def test_a_gpu_is_told_of_the_rung_itself(rung, sentence):
+    assert sentence in loop.lacking(rung, torch.device("cuda"))
+
+
 def test_a_rung_that_is_left_out_changes_nothing_further_up_and_one_apart_is_not_built_upon():
     rungs = (Rung("a", "", {"fused": True}), Rung("b", "", {"tf32": True}, ("cuda",)),
              Rung("c", "", {"size": 8}, apart=True), Rung("d", "", {"batch": 9}))  # fmt: skip

@@ -105,9 +105,12 @@ def results_page() -> str:
         "# What was measured",
         "",
         "Made by `python tools/readme.py` from the files in this folder, which `python -m benchmarks` writes. The "
-        "factors in brackets are the 95% interval of a speed-up, or what its file says in `spread`. A run is marked "
-        "as noisy where other work took more than half the cores, or where a matrix product was 15% faster or slower "
-        "after the run than before.",
+        "factors in brackets are what the ladder's head names: an interval of the paired speed-ups, or their middle "
+        "half, which is narrower; on the ladder to an accuracy they show how three seeds differ, not the clock. The "
+        "share is of the machine's bf16 product where bf16 is fast, for fp32 rungs too, and padding counts as no "
+        "work. A single number for memory is the prediction: a CPU measures none. A run is marked as noisy where "
+        "other work took more than half the cores, or where one rate of a matrix product, before or after the run, "
+        "was more than 1.15 times the other.",
     ]
     files = {path.stem: load(path) for path in FOLDER.glob("*.json")}
     order = lambda file: (next(iter(files[file].values()))["stamp"]["device"] != "cuda", file)  # noqa: E731
@@ -121,12 +124,18 @@ def results_page() -> str:
                 "",
                 f"<details><summary>{head}</summary>",
                 "",
-                f"{stamp['machine']}; {versions}{_products(stamp)}.",
+                f"{stamp['machine']}; {versions}{_products(stamp)}.{_brackets(content['rows'])}",
                 "",
             ]
             made = (_ladder_table if section.startswith("ladder-") else _table)(content["rows"])
             parts += [*made, "", "</details>"]
     return "\n".join(parts) + "\n"
+
+
+def _brackets(rows: list[dict]) -> str:
+    """What the figures in brackets are, where the rows say it."""
+    kinds = sorted({row["spread"] for row in rows if "spread" in row})
+    return f" In brackets: {' or '.join(kinds)}." if kinds else ""
 
 
 def _products(stamp: dict) -> str:

@@ -34,7 +34,7 @@ from speedlab import machine
 TARGET = 0.92
 TRAIN, VALIDATION = 4096, 1024
 SEEDS = 3
-# These fields leave the mathematics of a step as it is: the number of steps to the target stays the same.
+# These fields change the rounding at most: the number of steps to the target is taken over, not counted again.
 SYSTEM = {"tf32", "host_metric", "resident", "channels_last", "fused", "compiled", "keep_memory", "pool_first"}
 
 

@@ -18,6 +18,8 @@ from torchvision.datasets import CIFAR10
 from torchvision.models import VisionTransformer, vit_b_16
 from torchvision.transforms import v2
 
+# On a Mac, Fabric's accelerator="auto" would take the GPU, where the plain script takes the CPU.
+os.environ.setdefault("DISABLE_MPS", "1")
 DIGITS = Path(__file__).with_name("digits.pt")
 LEARNING_RATE = {"digits": 1e-3, "cifar10": 5e-5}
 

@@ -20,8 +20,9 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple, log: 
     loss = F.cross_entropy(logits, labels)
     loss.backward()
     optimizer.step()
+    seen = torch.stack([loss.detach(), (logits.argmax(-1) == labels).float().mean()])
     if log is not None:
-        log.append(torch.stack([loss.detach(), (logits.argmax(-1) == labels).float().mean()]))
+        log.append(seen)
     return loss
 
 

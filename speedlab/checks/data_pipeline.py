@@ -90,7 +90,7 @@ def trace(kind: str, seed: int = 0, epochs: int = 3, steps: int = 30) -> Trace:
             epoch[0] = train * draw.uniform(25, 60)
         if kind == "hiccups":
             for late in draw.sample(range(1, steps), max(1, steps // 15)):
-                epoch[late] = train * draw.uniform(8, 20)
+                epoch[late] = train * draw.uniform(3, 8)
     return recording(waits, train)
 
 
@@ -165,6 +165,8 @@ remedies = choices(
     REMEDIES,
     {
         "a faster model": "The loop waits for its data: a faster model would only wait longer.",
+        ("A", "more workers"): "That helps too: four workers hold more batches in reserve. But one is fast enough on "
+        "average here. What deepens its reserve without another process?",
         "A": "It waits rarely, but then long. What evens out a slow batch now and then?",
         ("B", "a larger prefetch_factor"): "It waits at every step. A queue evens out, it adds no speed. What does?",
         "B": "It waits at every step, not only at the first. What makes batches faster?",
@@ -368,7 +370,7 @@ def train_overlapped(answer: Callable) -> None:
     broken = ValueError("00003.jpg cannot be decoded")
     stage = _play(answer, _Stage(8, 4, meet=False, broken=(3, broken)))
     said = f"your loop raised {stage.error!r}" if stage.error else "your loop ended as if nothing had happened"
-    hand = "Catch the error in the thread, hand it over, and raise it in the loop."
+    hand = "ready.get().result() raises the loader's error in your loop: let it pass."
     expect(stage.error is broken, f"Loading batch 3 raises a ValueError that names its file, and {said}. {hand}")
     good = "Batches 0, 1 and 2 are good: train on them before you raise the error of batch 3"
     expect(stage.trained == [0, 1, 2], f"{good}; trained: {stage.trained}.")

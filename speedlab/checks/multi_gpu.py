@@ -226,8 +226,8 @@ def train_ddp(answer: Callable[..., nn.Module]) -> None:
 def _judge_copies(weights: Sequence[Sequence[float]]) -> None:
     expect(
         all(_near(w, weights[0]) for w in weights),
-        "the ranks end with different weights. Only a call of the model inside DistributedDataParallel, outside "
-        "no_sync(), gets averaged gradients; and all ranks must begin with the weights of rank 0.",
+        "the ranks end with different weights. Only a call of the DistributedDataParallel wrapper, not of its "
+        ".module, and outside no_sync(), gets averaged gradients; all ranks must begin with the weights of rank 0.",
     )
 
 

@@ -37,7 +37,8 @@ class _Ranks:
 
     seconds = 20.0
 
-    def __init__(self, count: int):
+    def __init__(self, count: int, rule: str = ""):
+        self.rule = rule  # told where what arrives has another shape
         self.count, self.sent, self.reduced = count, [0] * count, [[] for _ in range(count)]
         self.neighbours: list[set[int]] = [set() for _ in range(count)]
         self.alive, self.most_alive = [0] * count, [0] * count
@@ -77,8 +78,8 @@ class _Ranks:
         arrived = box.popleft()
         expect(
             arrived.shape == like.shape,
-            f"{here} expects {like.numel()} numbers from rank {source} and gets {arrived.numel()}. In step s the "
-            "chunk that leaves is rank - s, the one that arrives rank - s - 1, both modulo world_size.",
+            f"{here} expects the shape {tuple(like.shape)} from rank {source} and gets {tuple(arrived.shape)}."
+            f"{self.rule}",
         )
         self._keep(rank, arrived.numel())
         weakref.finalize(arrived, self._keep, rank, -arrived.numel()).atexit = False
@@ -130,12 +131,15 @@ def _expect_one_neighbour(world: _Ranks) -> None:
 # --- Task 1 ---------------------------------------------------------------------------------------------------------
 
 
+_CHUNKS = " In step s the chunk that leaves is rank - s, the one that arrives rank - s - 1, both modulo world_size."
+
+
 @check("Task 1, a ring all-reduce")
 def ring_all_reduce(answer: Callable) -> None:
     for ranks, size in ((2, 8), (3, 12), (5, 40), (2, 7), (3, 10), (1, 4), (4, 6), (4, 3)):
         torch.manual_seed(ranks + size)
         inputs = torch.randint(-(2**16), 2**16, (ranks, size)).float()  # whole numbers: sums without rounding
-        tensors, world = list(inputs.clone()), _Ranks(ranks)
+        tensors, world = list(inputs.clone()), _Ranks(ranks, _CHUNKS)
 
         def work(rank: int, world=world, tensors=tensors) -> object:
             talk = (functools.partial(world.send, rank), functools.partial(world.receive, rank))
@@ -481,9 +485,9 @@ def _judge_attention(out: object, rank: int, q: torch.Tensor, k: torch.Tensor, v
     if gives(""):
         return
     hints = {
-        "it holds inf or nan: exp overflows. Subtract the largest score so far first.": not out.isfinite()
-        .all()
-        .item(),
+        "it holds inf or nan: did exp overflow (subtract the largest score so far), or is it 0/0 or inf - inf?": bool(
+            (~out.isfinite()).any()
+        ),
         "it sees this rank's keys only. The others come round the ring, in world_size - 1 steps.": gives("own"),
         "one block of keys is missing: with your own there are world_size of them.": gives("one missing"),
         "the scores are not divided by the root of the width.": gives("unscaled"),
@@ -525,8 +529,9 @@ overrule = choices(
         "full": "State that is the same on eight ranks ran out of room. Divide it among the data-parallel ranks: the "
         "network inside a machine can take it, and the layers stay whole.",
         "long": "There is no batch to split, and one sequence's activations do not fit. Which kind splits tokens?",
-        "slow network": "Count bytes at 1 GB/s. Gathering 13 B weights in 16 bits takes 26 s, each time; an "
-        "all-reduce in every layer is worse. What travels between two stages is one layer's output.",
+        "slow network": "Count bytes at 1 GB/s. Gathering 13 B weights in 16 bits takes 24 s, again and again, since "
+        "only one sequence fits at a time; the all-reduces in the layers take 3 s for each of 1,024 sequences. What "
+        "travels between two stages is one layer's output.",
         "spare": "The measurement has decided: two GPUs over this network are slower than one.",
     },
 )

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from speedlab import compat, machine
 from speedlab.diagnose.counting import Counts, counts
@@ -89,7 +89,15 @@ def checkpointed(job: Job) -> Job | str:
     def change(block: nn.Module) -> None:
         block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
 
-    return _on_blocks(job, change)
+    def switched() -> nn.Module:
+        model = job.make_model()
+        getattr(model, own[0])()
+        return model
+
+    # transformers' own switch, by its new and its old name, turns the cache of keys off as well
+    names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
+    own = [name for name in names if hasattr(job.make_model(), name)]
+    return replace(job, make_model=switched) if own else _on_blocks(job, change)
 
 
 def _on_blocks(job: Job, change: Callable[[nn.Module], None]) -> Job:
@@ -158,6 +166,8 @@ def _columns(real: torch.Tensor) -> slice:
 
 def larger_batch(job: Job) -> Job | str:
     """Twice the batch."""
+    if job.loader is not None:
+        return "Your loader makes the batches: double its batch_size, and climb again."
     return replace(job, batch_size=2 * job.batch_size)
 
 
@@ -166,7 +176,10 @@ def workers(job: Job) -> Job | str:
     loader = job.loader
     if not isinstance(loader, DataLoader) or loader.num_workers:
         return "The loader is no DataLoader of torch, or has workers already."
-    options = {"batch_sampler": loader.batch_sampler, "collate_fn": loader.collate_fn, "persistent_workers": True}
+    if isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None:
+        return "It streams, or makes its own batches: unless the dataset deals them out, each worker repeats all."
+    kept = ("batch_sampler", "collate_fn", "pin_memory", "worker_init_fn", "generator", "timeout")
+    options = {name: getattr(loader, name) for name in kept} | {"persistent_workers": True}
     return replace(job, loader=DataLoader(loader.dataset, num_workers=max(1, machine.cores() - 1), **options))
 
 
@@ -187,11 +200,12 @@ def climb(
 ) -> tuple[Job, tuple[Rung, ...]]:
     """Try what the diagnosis advises, the first first; keep what is proved equal and is faster; diagnose again.
 
-    It ends when nothing advised is left, when a kept gain lies inside the noise, or after `seconds`. Returns the job
-    with everything that was kept, and all rungs. `told` is called with a line for each.
+    It ends when nothing advised is left, or after `seconds`. Nothing is kept that takes the peak over the limit.
+    Returns the job with everything that was kept, and all rungs. `told` is called with a line for each.
     """
     end, tried, off = time.monotonic() + seconds, [], 0.0
-    with untouched():
+    limit = memory or device.memory
+    with untouched(job.loader):
         now = counts(job)
         while time.monotonic() < end:
             names = [a.technique for a in advise(now, device, memory) if (a.helps or a.may) and a.technique in RUNGS]
@@ -201,16 +215,19 @@ def climb(
             told(f"trying {name}")
             # a rounding that was accepted once stays accepted
             off = max(off, RUNGS[name][1])
-            job, now, rung = _try(name, job, now, off, max(1.0, (end - time.monotonic()) / 4))
+            job, now, rung = _try(name, job, now, off, max(1.0, (end - time.monotonic()) / 4), limit)
             tried.append(rung)
     return job, tuple(tried)
 
 
-def _try(name: str, job: Job, before: Counts, tolerance: float, seconds: float) -> tuple[Job, Counts, Rung]:
+def _try(
+    name: str, job: Job, before: Counts, tolerance: float, seconds: float, limit: int | None
+) -> tuple[Job, Counts, Rung]:
     """The job and its counts with the technique where it is kept, as they were where it is not; and the rung."""
     difference = None
     try:
-        changed = RUNGS[name][0](job)
+        with one_sentence(name):
+            changed = RUNGS[name][0](job)
         if isinstance(changed, str):
             raise DiagnoseError(changed)
         difference = apart(job, changed)
@@ -219,6 +236,8 @@ def _try(name: str, job: Job, before: Counts, tolerance: float, seconds: float) 
         if not trains(changed):
             raise DiagnoseError("the loss does not fall in five steps on one batch")
         after = counts(changed, breaks=False)
+        if limit is not None and after.peak > max(limit, before.peak):
+            raise DiagnoseError(f"its peak of {after.peak:,} bytes is over the limit of {limit:,}")
     except DiagnoseError as error:
         return job, before, Rung(name, False, str(error), difference)
     timing = timed(job, changed, name, seconds)
@@ -254,8 +273,9 @@ def apart(job: Job, changed: Job) -> float:
     before = _flat(model.parameters())
     for p, q in zip(model.parameters(), other.parameters(), strict=True):
         q.grad = None if p.grad is None else p.grad.clone()
-    optimizer.step()
-    its.step()
+    with one_sentence("The optimizer's step"):
+        optimizer.step()
+        its.step()
     a, b = _flat(model.parameters()) - before, _flat(other.parameters()) - before
     return max(off, _off(a, b, 1e-3 * before.norm().item()))
 
@@ -290,11 +310,14 @@ def trains(job: Job) -> bool:
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
-    """The modules of the longest ModuleList or Sequential whose members are of one type: a transformer's layers."""
-    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList | nn.Sequential)]
-    alike = [list(m) for m in lists if len(m) > 1 and len({type(part) for part in m}) == 1]
-    alike = [group for group in alike if any(True for _ in group[0].parameters())]
-    return max(alike, key=len, default=[])
+    """The members of each ModuleList or Sequential of one type that stands in no other: a transformer's layers."""
+    found, inside = [], set()
+    for module in model.modules():
+        parts = list(module) if isinstance(module, nn.ModuleList | nn.Sequential) and module not in inside else []
+        if len(parts) > 1 and len({type(part) for part in parts}) == 1 and any(True for _ in parts[0].parameters()):
+            found += parts
+            inside.update(within for part in parts for within in part.modules())
+    return found
 
 
 def timed(job: Job, changed: Job, name: str, seconds: float) -> Comparison:
@@ -311,7 +334,7 @@ def timed(job: Job, changed: Job, name: str, seconds: float) -> Comparison:
 
 def probe(job: Job, seconds: float = 20.0) -> Comparison:
     """Time a step in turns with variants of it, on a fresh model: each ratio says what the missing part costs."""
-    with untouched():
+    with untouched(job.loader):
         model, optimizer = job.built()
         batch, double = job.batch(), job.batch(2 * job.batch_size)
 

@@ -22,7 +22,6 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
-from torch.utils.module_tracker import ModuleTracker
 
 from speedlab import compat, count
 from speedlab.diagnose.jobs import DiagnoseError, Job, real_tokens, size_of, tensors, untouched
@@ -34,6 +33,11 @@ _NOTHING_LAUNCHED = frozenset(("_unsafe_view", "empty", "empty_like", "empty_str
 _WAITS = frozenset(
     ("_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "_unique2", "unique_dim")
 )
+# Namespaces of operations that compute nothing, and of those that speak to other processes.
+_NO_WORK = frozenset(("profiler", "prim"))
+_BETWEEN_PROCESSES = frozenset(("c10d", "_c10d_functional"))
+# FLOPs of a recurrent layer, forward and backward, for each weight and token.
+_RECURRENT = {"mkldnn_rnn_layer": 2, "_cudnn_rnn": 2, "mkldnn_rnn_layer_backward": 4, "_cudnn_rnn_backward": 4}
 # Seconds that a loader may take for four batches.
 PATIENCE = 60.0
 _COPIES = frozenset(("cpu", "numpy", "tolist"))
@@ -76,6 +80,7 @@ class Counts:
     unused_gradients: int
     graph_breaks: dict[str, int] | None
     recompiled: int
+    compiled: bool
     calls_per_batch: int | None
     batch_size: int
 
@@ -98,7 +103,7 @@ class Counts:
 
 def counts(job: Job, *, breaks: bool = True) -> Counts:
     """Count the fifth training step of a fresh model: by then the optimizer's state exists and caches are warm."""
-    with untouched(), contextlib.ExitStack() as around:
+    with untouched(job.loader), contextlib.ExitStack() as around:
         torch._dynamo.reset()  # what an earlier count compiled would hide that this one compiles
         model, optimizer = job.built()
         # what the hardware lacks takes minutes and counts the same
@@ -140,6 +145,7 @@ def counts(job: Job, *, breaks: bool = True) -> Counts:
             unused_gradients=sum(p.nbytes for p in model.parameters() if p.requires_grad and id(p) not in in_use),
             graph_breaks=_graph_breaks(job, batches[4]) if breaks else None,
             recompiled=graphs[4] - graphs[2],  # a second shape may cost a second compilation, with sizes left open
+            compiled=graphs[4] > graphs[0],
             calls_per_batch=_calls(job.loader) if job.loader is not None else None,
             batch_size=size_of(batches[4]),
         )
@@ -171,23 +177,27 @@ class _Watch(TorchDispatchMode):
         self.repeated: Counter[str] = Counter()
         self.moved: dict[tuple[weakref.ref, int], str] = {}
         self.held: dict[weakref.ref, int] = {}
+        self.before: set[weakref.ref] = set()
         self.live = self.peak = 0
-        self.modules, self.stepping, self._seen = ModuleTracker(), False, set()
+        self.stepping, self._seen = False, set()
+        # not torch's ModuleTracker: its hooks on gradients keep what a checkpoint computes again until the step ends
+        self.names, self.running = {id(module): name for name, module in model.named_modules()}, []
         self.module_of: dict[int, str] = {}
         self.shapes = {tuple(sorted(p.shape)) for p in model.parameters()}
         for tensor in self.kept():
-            self.hold(tensor)
-        self.before = set(self.held)
+            self.hold(tensor, was_there=True)
 
     def __enter__(self):
         self.around = contextlib.ExitStack()
-        for hook in (
+        hooks = [
             self.optimizer.register_step_pre_hook(lambda *_: setattr(self, "stepping", True)),
             self.optimizer.register_step_post_hook(lambda *_: setattr(self, "stepping", False)),
-            nn.modules.module.register_module_forward_pre_hook(self._called),
-        ):
+        ]
+        for module in self.model.modules():
+            hooks.append(module.register_forward_pre_hook(self._called, prepend=True, with_kwargs=True))
+            hooks.append(module.register_forward_hook(self._left, always_call=True))
+        for hook in hooks:
             self.around.callback(hook.remove)
-        self.around.enter_context(self.modules)
         self.around.enter_context(_Methods(self))
         return super().__enter__()
 
@@ -197,18 +207,19 @@ class _Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        for tensor in tensors((args, kwargs)):
+            self.hold(tensor, was_there=True)
         out = func(*args, **kwargs)
+        for tensor in tensors(out):
+            self.hold(tensor)
         name = func._schema.name.split("::")[-1]
         where = self.where()
-        if name in _WAITS:
+        if name in _WAITS or (name == "index" and any(t.dtype == torch.bool for t in tensors(args[1]))):
             self.sync()
-        if func.is_view or name in _NOTHING_LAUNCHED or func.namespace not in ("aten", "c10d", "_c10d_functional"):
+        if func.is_view or name in _NOTHING_LAUNCHED or func.namespace in _NO_WORK:
             return out
         taken, given = _read_and_written(func, args, kwargs, out)
-        for tensor in given:
-            self.hold(tensor)
-        counter = flop_registry.get(func._overloadpacket)
-        flops = int(counter(*args, **kwargs, out_val=out)) if counter else 0
+        flops = _flops(func, args, kwargs, out)
         dtype = count.dtype_name((taken or given)[0].dtype) if taken or given else ""
         moved, fixed = (
             sum(_bytes(t) for t in (*taken, *given) if every or tuple(sorted(t.shape)) in self.shapes)
@@ -216,37 +227,49 @@ class _Watch(TorchDispatchMode):
         )
         # a backward runs as a task of autograd's engine, whoever started it
         phase = OPTIMIZER if self.stepping else BACKWARD if torch._C._current_graph_task_id() != -1 else FORWARD
-        self.operations.append(Operation(name, dtype, phase, where, flops, moved, func.namespace != "aten", fixed))
+        between = func.namespace in _BETWEEN_PROCESSES
+        self.operations.append(Operation(name, dtype, phase, where, flops, moved, between, fixed))
         return out
 
     def where(self) -> str:
         """The module that the running operation belongs to; in backward, that of the forward operation."""
-        inside = max(self.modules.parents - {"Global"}, key=lambda name: (name.count("."), name), default="")
-        module, node = inside.partition(".")[2], torch._C._current_autograd_node()
+        module, node = self.running[-1] if self.running else "", torch._C._current_autograd_node()
         if node is None or torch.is_grad_enabled():  # forward, or computed again in backward
             self.module_of.setdefault(torch.autograd._get_sequence_nr() - 1, module)
             return module
         return self.module_of.get(node._sequence_nr(), module)
 
-    def hold(self, tensor: torch.Tensor) -> None:
-        """Count a tensor's storage as live until it is freed."""
+    def hold(self, tensor: torch.Tensor, was_there: bool = False) -> None:
+        """Count a tensor's storage as live until it is freed; one that is only met now may have been there before."""
         storage = tensor.untyped_storage()
         ref = weakref.ref(storage, self._freed)
         if ref not in self.held:
             self.held[ref] = storage.nbytes()
             self.live += storage.nbytes()
-            self.peak = max(self.peak, self.live)
+            self.peak = self.peak + storage.nbytes() if was_there else max(self.peak, self.live)
+            if was_there:
+                self.before.add(ref)
 
     def _freed(self, ref: weakref.ref) -> None:
         self.live -= self.held.pop(ref, 0)
 
-    def _called(self, module: nn.Module, given: tuple) -> None:
-        """Note a module that is called again with the very same input in one forward pass."""
-        key = (id(module), *((t.data_ptr(), t._version, t.shape) for t in tensors(given)))
-        if len(key) > 1 and torch._C._current_graph_task_id() == -1:
-            if key in self._seen and any(True for _ in module.parameters()):
-                self.repeated[type(module).__name__] += 1
-            self._seen.add(key)
+    def _called(self, module: nn.Module, given: tuple, named: dict) -> None:
+        """Note the module that runs, and one that is called again with the very same input in one forward pass."""
+        self.running.append(self.names.get(id(module), self.running[-1] if self.running else ""))
+        own, inputs = list(module.parameters()), tensors((given, named))
+        # on other weights, or with another dropout mask, it is not the same again
+        drawn = any(isinstance(m, nn.modules.dropout._DropoutNd) and m.training and m.p for m in module.modules())
+        if not own or not inputs or drawn or torch._C._current_graph_task_id() != -1:
+            return
+        # references, not addresses: what is freed leaves its address to others
+        same = ((weakref.ref(t.untyped_storage()), t.storage_offset(), t._version, t.shape) for t in inputs)
+        key = (id(module), *(p._version for p in own), *same)
+        if key in self._seen:
+            self.repeated[type(module).__name__] += 1
+        self._seen.add(key)
+
+    def _left(self, *_) -> None:
+        self.running.pop()
 
     def sync(self) -> None:
         """Note a wait of the host; an optimizer on a CPU reads its own counters, on a GPU it does not."""
@@ -309,6 +332,21 @@ def line_of_caller() -> str:
             return f"{short}:{frame.f_lineno} {frame.f_code.co_name}"
         frame = frame.f_back
     return "inside torch"
+
+
+def _flops(func, args: tuple, kwargs: dict, out: object) -> int:
+    """FLOPs by torch's own formulas; of recurrent layers, for which it has none, each weight once per token."""
+    name = func._schema.name.split("::")[-1]
+    if name in _RECURRENT:
+        tokens, weights = args[0].numel() // args[0].shape[-1], tensors(list(args[1:5]))
+        return _RECURRENT[name] * tokens * sum(w.numel() for w in weights if w.dim() == 2)
+    formula = flop_registry.get(func._overloadpacket)
+    found = int(formula(*args, **kwargs, out_val=out)) if formula else 0
+    if name == "convolution_backward" and args[9] > 1 and args[10][1]:
+        # of a weight's gradient, torch's formula forgets the groups
+        weight = int(formula(*args[:10], [False, True, False], out_val=out))
+        found -= weight - weight // args[9]
+    return found
 
 
 def _bytes(tensor: torch.Tensor) -> int:

@@ -107,7 +107,7 @@ class Job:
 
 def from_lightning(module, loader: Iterable, batch_size: int | None = None) -> Job:
     """The job of a LightningModule and its training loader. Batches are the loader's first one, cut or repeated."""
-    with untouched():  # a loader draws a seed for its workers
+    with untouched(loader):  # it draws a seed for its workers
         first = next(iter(loader), None)
     if first is None:
         raise DiagnoseError("The loader gives no batch.")
@@ -132,11 +132,12 @@ def from_transformers(model, arguments, batch: dict, loader: Iterable | None = N
 
     return Job(
         make_model=lambda: copy.deepcopy(model).to(arguments.device),
-        make_batch=lambda size: {name: part.to(arguments.device) for name, part in resized(batch, size).items()},
+        make_batch=lambda size: resized(batch, size),
         loss_fn=lambda model, batch: model(**batch).loss,
         make_optimizer=lambda model: Trainer(model=model, args=arguments).create_optimizer(),
         batch_size=arguments.per_device_train_batch_size,
         loader=loader,
+        prepare=lambda batch: mapped(lambda part: part.to(arguments.device), batch),
     )
 
 
@@ -213,12 +214,16 @@ def real_tokens(batch: object) -> torch.Tensor | None:
 
 
 @contextlib.contextmanager
-def untouched() -> Iterator[None]:
-    """Inside, the random states of Python, NumPy and torch may change; afterwards they are as before."""
+def untouched(loader: Iterable | None = None) -> Iterator[None]:
+    """Inside, the random states of Python, NumPy, torch and the loader may change; afterwards they are as before."""
     python, numpy = random.getstate(), np.random.get_state()
+    owners = [owner for owner in (loader, getattr(loader, "sampler", None)) if getattr(owner, "generator", None)]
+    drawn = [(owner.generator, owner.generator.get_state()) for owner in owners]
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())), torch.enable_grad():
         try:
             yield
         finally:
             random.setstate(python)
             np.random.set_state(numpy)
+            for generator, state in drawn:
+                generator.set_state(state)

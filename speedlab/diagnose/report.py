@@ -16,6 +16,8 @@ from speedlab.measure import Comparison
 
 NOT_SEEN = (
     "what kernels really cost: bytes are counted as if each operation ran alone, without caches",
+    "arithmetic of kernels from outside PyTorch (flash_attn, Triton), and what a GPU runs otherwise than a CPU: "
+    "where it was counted on a CPU, attention with dropout keeps its scores, and an optimizer goes tensor by tensor",
     "the network between machines, and waiting for slower processes",
     "decoding in C, which the count of Python calls leaves out: look at the row with your loader",
     "whether fewer steps would do: a schedule, or a better pretrained model (9.9)",
