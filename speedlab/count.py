@@ -4,6 +4,7 @@ Each counter is itself tested against a closed formula.
 """
 
 import contextlib
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -24,24 +25,58 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def flops(work: Callable[[], object]) -> int:
-    """Floating-point operations of the matrix products, convolutions and attention in `work()`, forward and backward.
+    """Floating-point operations of the matrix products, convolutions, attention and recurrent layers in `work()`.
 
-    A multiplication and an addition count as two. Pointwise operations are not counted, as is usual.
+    Forward and backward; a multiplication and an addition count as two. Pointwise operations are not counted.
     """
     from torch.utils import flop_counter  # imports sympy, a third of a second
 
-    # torch 2.11 counts a GPU's fused attention but not a CPU's, which does the same products
-    formulas = {
-        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: (
-            lambda q, k, v, *_, **__: flop_counter.sdpa_flop_count(q, k, v)
-        ),
-        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
-            lambda g, q, k, v, *_, **__: flop_counter.sdpa_backward_flop_count(g, q, k, v)
-        ),
-    }
-    with flop_counter.FlopCounterMode(display=False, custom_mapping=formulas) as counter:
+    own = {operation: formula for operation, formula in formulas().items() if getattr(formula, "_get_raw", False)}
+    with flop_counter.FlopCounterMode(display=False, custom_mapping=own) as counter:
         work()
     return counter.get_total_flops()
+
+
+@functools.cache
+def formulas() -> dict[object, Callable[..., int]]:
+    """FLOPs of an operation from its arguments and `out_val`: torch's own formulas, and what they lack.
+
+    torch 2.11 leaves out a CPU's fused attention, every torch the groups of a convolution's weight gradient, and
+    recurrent layers, in which each weight counts once per token.
+    """
+    from torch.utils import flop_counter
+
+    aten, known = torch.ops.aten, flop_counter.flop_registry
+
+    def attention(q, k, v, *_, **__) -> int:
+        return flop_counter.sdpa_flop_count(q.shape, k.shape, v.shape)
+
+    def attention_backward(gradient, q, k, v, *_, **__) -> int:
+        return flop_counter.sdpa_backward_flop_count(gradient.shape, q.shape, k.shape, v.shape)
+
+    def convolution_backward(*args, out_val) -> int:
+        whole = known[aten.convolution_backward]
+        groups, weight = args[9], whole(*args[:10], [False, args[10][1], False], out_val=out_val)
+        return whole(*args, out_val=out_val) - weight + weight // groups
+
+    def recurrent(times: int) -> Callable[..., int]:
+        def layer(x, *others, **_) -> int:
+            parts = (t for part in others[:4] for t in (part if isinstance(part, list | tuple) else [part]))
+            weights = sum(t.numel() for t in parts if isinstance(t, torch.Tensor) and t.dim() == 2)
+            return times * (x.numel() // x.shape[-1]) * weights
+
+        return layer
+
+    own = {
+        aten._scaled_dot_product_flash_attention_for_cpu: attention,
+        aten._scaled_dot_product_flash_attention_for_cpu_backward: attention_backward,
+        aten.convolution_backward: convolution_backward,
+        **dict.fromkeys((aten.mkldnn_rnn_layer, aten._cudnn_rnn), recurrent(2)),
+        **dict.fromkeys((aten.mkldnn_rnn_layer_backward, aten._cudnn_rnn_backward), recurrent(4)),
+    }
+    for formula in own.values():
+        formula._get_raw = True  # tensors, not their shapes
+    return {**known, **own}
 
 
 def operations(work: Callable[[], object]) -> Counter[tuple[str, str, str]]:

@@ -256,3 +256,14 @@ def test_operations_see_casts_and_leave_out_views():
         ("_to_copy", "fp32", "bf16"): 1,
     }
     assert not count.operations(lambda: torch.empty(2, 3).view(6).unsqueeze(0).transpose(0, 1))
+
+
+def test_grouped_convolutions_and_recurrent_layers_are_the_closed_formulas():
+    x = torch.randn(2, 8, 6, 6, requires_grad=True)
+    for groups in (1, 2, 8):
+        layer = nn.Conv2d(8, 16, 3, padding=1, groups=groups)
+        forward = 2 * 9 * (8 // groups) * 16 * 36 * 2
+        assert count.flops(lambda layer=layer: layer(x).sum().backward()) == 3 * forward
+    texts, lstm = torch.randn(3, 5, 8, requires_grad=True), nn.LSTM(8, 16, num_layers=2, bidirectional=True)
+    each = sum(p.numel() for p in lstm.parameters() if p.dim() == 2)
+    assert count.flops(lambda: lstm(texts)[0].sum().backward()) == 3 * 2 * 15 * each

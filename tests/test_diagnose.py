@@ -19,9 +19,9 @@ import transformers
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from speedlab import count, machine
+from speedlab import compat, count, machine
 from speedlab.diagnose import (
     RULES,
     Device,
@@ -503,7 +503,7 @@ def test_a_rung_computes_the_same(name):
         lambda n: torch.randn(n, 3, 8, 8) if image else torch.randn(n, 16),
         lambda model, x: model(x).pow(2).mean(),
         lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3),
-        loader=DataLoader(torch.randn(64, 16), batch_size=8),
+        loader=None if name == "a larger batch" else DataLoader(torch.randn(64, 16), batch_size=8),
     )
     changed = RUNGS[name][0](job)
     assert isinstance(changed, Job)
@@ -788,3 +788,104 @@ def test_what_a_checkpoint_computes_again_is_freed_block_by_block():
     state = (many.parameters + many.gradients) - (few.parameters + few.gradients)
     # six more borders; a block's inside, 16 borders wide, is there once whatever the depth
     assert many.peak - few.peak <= 6 * 1.1 * border + state
+
+
+def small_job(model=lambda: nn.Linear(8, 8), loss=lambda model, x: model(x).square().mean(), **options) -> Job:
+    adam = lambda model: torch.optim.AdamW(model.parameters())  # noqa: E731
+    return Job(model, lambda n: torch.randn(n, 8), loss, adam, batch_size=4, **options)
+
+
+def test_a_loader_is_not_doubled_by_doubling_a_number():
+    job = small_job(loader=DataLoader(torch.randn(32, 8), batch_size=4))
+    assert "double its batch_size" in RUNGS["a larger batch"][0](job)
+
+
+def test_workers_are_not_given_to_a_stream():
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter(torch.randn(32, 8))
+
+    job = small_job(loader=DataLoader(Stream(), batch_size=4))
+    assert "each worker repeats all" in RUNGS["load in other processes"][0](job)
+
+
+def test_the_loaders_generator_ends_as_it_began():
+    loader = DataLoader(torch.randn(32, 8), batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(3))
+    before = loader.generator.get_state()
+    counts(small_job(loader=loader), breaks=False)
+    assert torch.equal(loader.generator.get_state(), before)
+
+
+def test_what_lives_outside_the_model_is_no_leak_and_counts_in_the_peak():
+    total, teacher = torch.zeros(()), nn.Linear(8, 4096).requires_grad_(False)
+
+    def step(model, optimizer, batch):
+        optimizer.zero_grad()
+        loss = model(batch).square().mean() + teacher(batch).mean()
+        loss.backward()
+        optimizer.step()
+        total.add_(loss.detach())
+        return loss
+
+    found, alone = counts(small_job(step=step), breaks=False), counts(small_job(), breaks=False)
+    assert found.left_behind == 0
+    assert found.peak - alone.peak >= teacher.weight.nbytes
+
+
+def test_a_module_is_not_said_to_repeat_what_it_does_on_other_numbers_or_other_weights():
+    def twice(model, optimizer, batch):
+        for part in batch.chunk(2):  # the second part's activations take the first one's addresses
+            optimizer.zero_grad()
+            loss = model(part).square().mean()
+            loss.backward()
+            optimizer.step()
+        return loss
+
+    deep = lambda: nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))  # noqa: E731
+    assert counts(small_job(deep, step=twice), breaks=False).repeated == {}
+    with_dropout = lambda: nn.Sequential(nn.Dropout(0.5), nn.Linear(8, 8))  # noqa: E731
+    again = lambda model, x: (model(x) - model(x)).square().mean()  # noqa: E731
+    assert counts(small_job(with_dropout, again), breaks=False).repeated == {}
+    assert counts(small_job(deep, lambda model, x: (model(x) + model(x)).mean()), breaks=False).repeated
+
+
+def test_a_boolean_mask_makes_the_host_wait():
+    found = counts(small_job(loss=lambda model, x: model(x)[x > 0].mean()), breaks=False)
+    assert sum(found.syncs.values()) == 1
+
+
+def test_a_fused_call_whose_fallback_runs_is_not_advised_to_be_fused():
+    attend = lambda model, x: F.scaled_dot_product_attention(*[model(x)[None, None]] * 3, dropout_p=0.1).mean()  # noqa: E731
+    by_name = {a.technique: a for a in advise(counts(small_job(loss=attend), breaks=False), DEVICE)}
+    assert not by_name["scaled_dot_product_attention"].may
+
+
+@pytest.mark.skipif(not compat.compiler(), reason="there is no compiler here")
+def test_what_is_compiled_is_not_advised_to_be_compiled():
+    def make():
+        model = nn.Sequential(nn.Linear(8, 8), nn.GELU())
+        model.compile(backend="eager")
+        return model
+
+    [compiling] = [a for a in advise(counts(small_job(make), breaks=False), DEVICE) if a.technique == "torch.compile"]
+    assert not compiling.may and "compiled already" in compiling.evidence
+
+
+def test_no_larger_batch_is_advised_where_memory_ends():
+    found = counts(small_job(), breaks=False)
+    fits, full = ({a.technique: a.may for a in advise(found, DEVICE, limit)} for limit in (None, found.peak // 2))
+    assert fits["a larger batch"] and not full["a larger batch"]
+
+
+def test_a_rung_that_takes_the_peak_over_the_limit_is_not_kept(monkeypatch):
+    monkeypatch.setattr(climbing, "RUNGS", {"a larger batch": (lambda job: replace(job, batch_size=4096), 1e-3)})
+    job = small_job()
+    limit = counts(job, breaks=False).peak + 1
+    _, [rung] = climb(job, DEVICE, memory=limit, told=lambda line: None)
+    assert not rung.kept and f"over the limit of {limit:,}" in rung.why
+
+
+def test_every_list_of_blocks_is_changed():
+    model = torchvision.models.resnet18(weights=None)
+    kinds = [type(block).__name__ for block in blocks(model)]
+    assert kinds == ["BasicBlock"] * 8

@@ -21,9 +21,8 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
-from speedlab import compat, count
+from speedlab import compat, count, machine
 from speedlab.diagnose.jobs import DiagnoseError, Job, real_tokens, size_of, tensors, untouched
 
 FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"
@@ -36,8 +35,6 @@ _WAITS = frozenset(
 # Namespaces of operations that compute nothing, and of those that speak to other processes.
 _NO_WORK = frozenset(("profiler", "prim"))
 _BETWEEN_PROCESSES = frozenset(("c10d", "_c10d_functional"))
-# FLOPs of a recurrent layer, forward and backward, for each weight and token.
-_RECURRENT = {"mkldnn_rnn_layer": 2, "_cudnn_rnn": 2, "mkldnn_rnn_layer_backward": 4, "_cudnn_rnn_backward": 4}
 # Seconds that a loader may take for four batches.
 PATIENCE = 60.0
 _COPIES = frozenset(("cpu", "numpy", "tolist"))
@@ -103,6 +100,8 @@ class Counts:
 
 def counts(job: Job, *, breaks: bool = True) -> Counts:
     """Count the fifth training step of a fresh model: by then the optimizer's state exists and caches are warm."""
+    with untouched():
+        machine.probe()  # which draws random numbers, the first time only
     with untouched(job.loader), contextlib.ExitStack() as around:
         torch._dynamo.reset()  # what an earlier count compiled would hide that this one compiles
         model, optimizer = job.built()
@@ -219,7 +218,8 @@ class _Watch(TorchDispatchMode):
         if func.is_view or name in _NOTHING_LAUNCHED or func.namespace in _NO_WORK:
             return out
         taken, given = _read_and_written(func, args, kwargs, out)
-        flops = _flops(func, args, kwargs, out)
+        formula = count.formulas().get(func._overloadpacket)
+        flops = int(formula(*args, **kwargs, out_val=out)) if formula else 0
         dtype = count.dtype_name((taken or given)[0].dtype) if taken or given else ""
         moved, fixed = (
             sum(_bytes(t) for t in (*taken, *given) if every or tuple(sorted(t.shape)) in self.shapes)
@@ -332,21 +332,6 @@ def line_of_caller() -> str:
             return f"{short}:{frame.f_lineno} {frame.f_code.co_name}"
         frame = frame.f_back
     return "inside torch"
-
-
-def _flops(func, args: tuple, kwargs: dict, out: object) -> int:
-    """FLOPs by torch's own formulas; of recurrent layers, for which it has none, each weight once per token."""
-    name = func._schema.name.split("::")[-1]
-    if name in _RECURRENT:
-        tokens, weights = args[0].numel() // args[0].shape[-1], tensors(list(args[1:5]))
-        return _RECURRENT[name] * tokens * sum(w.numel() for w in weights if w.dim() == 2)
-    formula = flop_registry.get(func._overloadpacket)
-    found = int(formula(*args, **kwargs, out_val=out)) if formula else 0
-    if name == "convolution_backward" and args[9] > 1 and args[10][1]:
-        # of a weight's gradient, torch's formula forgets the groups
-        weight = int(formula(*args[:10], [False, True, False], out_val=out))
-        found -= weight - weight // args[9]
-    return found
 
 
 def _bytes(tensor: torch.Tensor) -> int:
