@@ -194,7 +194,7 @@ def test_a_recording_of_an_unknown_kind_is_refused():
 @pytest.mark.parametrize(
     ("loop", "remedy", "word"),
     [
-        ("A", "more workers", "evens out"),
+        ("A", "more workers", "deepens its reserve"),
         ("B", "a larger prefetch_factor", "adds no speed"),
         ("B", "a faster model", "would only wait longer"),
         ("C", "more workers", "every epoch"),

@@ -254,7 +254,7 @@ TRAIN = {
     ],
 }
 TRAIN_MISTAKES = {
-    "past the wrapper": ([("model(inputs)", "model.module(inputs)")], "different weights", "inside Distributed"),
+    "past the wrapper": ([("model(inputs)", "model.module(inputs)")], "different weights", "not of its .module"),
     "no sampler": ([(SAMPLER, "DistributedSampler(rows, 1, 0)")], "same rows", "DistributedSampler"),
     "everybody trains alone": (
         [

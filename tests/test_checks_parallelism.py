@@ -549,7 +549,7 @@ ATTENTIONS = {
 WRONG_ATTENTIONS = {
     "own keys only": ([ATTENTION, ("in range(world_size)", "in [world_size - 1]")], "this rank's keys only"),
     "one block missing": ([ATTENTION, ("in range(world_size)", "in range(max(1, world_size - 1))")], "missing"),
-    "no maximum": ([ATTENTION, ("torch.maximum(highest, scores.amax(-1, keepdim=True))", "total * 0")], "overflows"),
+    "no maximum": ([ATTENTION, ("torch.maximum(highest, scores.amax(-1, keepdim=True))", "total * 0")], "overflow"),
     "no rescaling": ([ATTENTION, (KEEP_OUT, "out + weights @ v"), (KEEP_TOTAL, "total + weights.sum")], "rescale"),
     "the output not rescaled": ([ATTENTION, (KEEP_OUT, "out + weights @ v")], "exp(old - new)"),
     "the denominator not rescaled": ([ATTENTION, (KEEP_TOTAL, "total + weights.sum")], "exp(old - new)"),

@@ -863,9 +863,7 @@ def test_a_fused_call_whose_fallback_runs_is_not_advised_to_be_fused():
 @pytest.mark.skipif(not compat.compiler(), reason="there is no compiler here")
 def test_what_is_compiled_is_not_advised_to_be_compiled():
     def make():
-        model = nn.Sequential(nn.Linear(8, 8), nn.GELU())
-        model.compile(backend="eager")
-        return model
+        return torch.compile(nn.Sequential(nn.Linear(8, 8), nn.GELU()), backend="eager")
 
     [compiling] = [a for a in advise(counts(small_job(make), breaks=False), DEVICE) if a.technique == "torch.compile"]
     assert not compiling.may and "compiled already" in compiling.evidence

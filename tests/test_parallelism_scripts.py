@@ -20,6 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import parallel
 from torch.distributed.tensor.experimental import context_parallel
+from torch.distributed.tensor.experimental._attention import set_rotate_method
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -49,6 +50,11 @@ PRACTICE = {
     "init_device_mesh": init_device_mesh,
     "fully_shard": fully_shard,
     "ZeroRedundancyOptimizer": ZeroRedundancyOptimizer,
+    "set_rotate_method": set_rotate_method,
+    "head": nn.Linear(1, 1),
+    "x": SimpleNamespace(flatten=lambda start, end: None),
+    "targets": SimpleNamespace(flatten=lambda: None),
+    "fabric": SimpleNamespace(launch=lambda: None),
 }
 
 
