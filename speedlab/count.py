@@ -59,20 +59,21 @@ def formulas() -> dict[object, Callable[..., int]]:
         groups, weight = args[9], whole(*args[:10], [False, args[10][1], False], out_val=out_val)
         return whole(*args, out_val=out_val) - weight + weight // groups
 
-    def recurrent(times: int) -> Callable[..., int]:
-        def layer(x, *others, **_) -> int:
-            parts = (t for part in others[:4] for t in (part if isinstance(part, list | tuple) else [part]))
-            weights = sum(t.numel() for t in parts if isinstance(t, torch.Tensor) and t.dim() == 2)
-            return times * (x.numel() // x.shape[-1]) * weights
+    def on_cpu(times: int) -> Callable[..., int]:
+        # missing biases come as zeros as large as the weights, behind them
+        return lambda x, w, u, *_, **__: times * (x.numel() // x.shape[-1]) * (w.numel() + u.numel())
 
-        return layer
+    def on_gpu(times: int) -> Callable[..., int]:
+        return lambda x, weights, *_, **__: (
+            times * (x.numel() // x.shape[-1]) * sum(w.numel() for w in weights if w.dim() == 2)
+        )
 
     own = {
         aten._scaled_dot_product_flash_attention_for_cpu: attention,
         aten._scaled_dot_product_flash_attention_for_cpu_backward: attention_backward,
         aten.convolution_backward: convolution_backward,
-        **dict.fromkeys((aten.mkldnn_rnn_layer, aten._cudnn_rnn), recurrent(2)),
-        **dict.fromkeys((aten.mkldnn_rnn_layer_backward, aten._cudnn_rnn_backward), recurrent(4)),
+        **{aten.mkldnn_rnn_layer: on_cpu(2), aten.mkldnn_rnn_layer_backward: on_cpu(4)},
+        **{aten._cudnn_rnn: on_gpu(2), aten._cudnn_rnn_backward: on_gpu(4)},
     }
     for formula in own.values():
         formula._get_raw = True  # tensors, not their shapes

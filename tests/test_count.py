@@ -264,6 +264,8 @@ def test_grouped_convolutions_and_recurrent_layers_are_the_closed_formulas():
         layer = nn.Conv2d(8, 16, 3, padding=1, groups=groups)
         forward = 2 * 9 * (8 // groups) * 16 * 36 * 2
         assert count.flops(lambda layer=layer: layer(x).sum().backward()) == 3 * forward
-    texts, lstm = torch.randn(3, 5, 8, requires_grad=True), nn.LSTM(8, 16, num_layers=2, bidirectional=True)
-    each = sum(p.numel() for p in lstm.parameters() if p.dim() == 2)
-    assert count.flops(lambda: lstm(texts)[0].sum().backward()) == 3 * 2 * 15 * each
+    texts = torch.randn(3, 5, 8, requires_grad=True)
+    for bias in (True, False):
+        lstm = nn.LSTM(8, 16, num_layers=2, bidirectional=True, bias=bias)
+        each = sum(p.numel() for p in lstm.parameters() if p.dim() == 2)
+        assert count.flops(lambda lstm=lstm: lstm(texts)[0].sum().backward()) == 3 * 2 * 15 * each

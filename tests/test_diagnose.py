@@ -887,3 +887,35 @@ def test_every_list_of_blocks_is_changed():
     model = torchvision.models.resnet18(weights=None)
     kinds = [type(block).__name__ for block in blocks(model)]
     assert kinds == ["BasicBlock"] * 8
+
+
+def test_short_lived_literals_do_not_pile_up_in_the_peak():
+    def step(model, optimizer, batch):
+        for _ in range(50):
+            torch.tensor([1.0] * 4096)
+        optimizer.zero_grad()
+        loss = model(batch).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    more = counts(small_job(step=step), breaks=False).peak - counts(small_job(), breaks=False).peak
+    assert more <= 3 * 4096 * 4
+
+
+def test_lists_of_lists_are_no_blocks_and_a_shared_block_is_one():
+    pairs = nn.ModuleList(nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)]) for _ in range(3))
+    assert [type(block) for block in blocks(pairs)] == [nn.Linear] * 6
+    shared = nn.Linear(4, 4)
+    assert blocks(nn.Sequential(shared, shared)) == [shared]
+
+
+def test_transformers_checkpointing_is_proved_where_it_runs():
+    job = eager_bert("sdpa")
+    plain = counts(job, breaks=False).flops
+    changed = RUNGS["checkpointing, or micro-batches"][0](job)
+    assert counts(changed, breaks=False).flops > 1.2 * plain
+    ran = []
+    watched = replace(changed, loss_fn=lambda model, batch: (ran.append(sum(m.training for m in model.modules())),
+                                                             job.loss_fn(model, batch))[1])  # fmt: skip
+    assert apart(job, watched) < 1e-5 and ran[0] > 0

@@ -176,10 +176,12 @@ def workers(job: Job) -> Job | str:
     loader = job.loader
     if not isinstance(loader, DataLoader) or loader.num_workers:
         return "The loader is no DataLoader of torch, or has workers already."
-    if isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None:
-        return "It streams, or makes its own batches: unless the dataset deals them out, each worker repeats all."
-    kept = ("batch_sampler", "collate_fn", "pin_memory", "worker_init_fn", "generator", "timeout")
+    if isinstance(loader.dataset, IterableDataset):
+        return "It streams: unless the dataset deals its samples out, each worker repeats all."
+    kept = ("collate_fn", "pin_memory", "worker_init_fn", "generator", "timeout")
     options = {name: getattr(loader, name) for name in kept} | {"persistent_workers": True}
+    own = {"batch_size": None, "sampler": loader.sampler}  # where the dataset makes batches
+    options |= {"batch_sampler": loader.batch_sampler} if loader.batch_sampler is not None else own
     return replace(job, loader=DataLoader(loader.dataset, num_workers=max(1, machine.cores() - 1), **options))
 
 
@@ -284,7 +286,10 @@ def _outputs(job: Job, model: nn.Module, batch: object) -> list[torch.Tensor]:
     """The loss of a batch and what the model returned, of the real tokens; the gradients are in the model."""
     batch, found = job.prepare(batch), []
     real = real_tokens(batch)
-    hook = model.eval().register_forward_hook(lambda module, given, out: found.extend(tensors(out)))
+    model.eval()
+    for module in model.modules():  # transformers checkpoints in training mode only: that of the layer alone
+        module.training = bool(getattr(module, "gradient_checkpointing", False))
+    hook = model.register_forward_hook(lambda module, given, out: found.extend(tensors(out)))
     loss = job.loss(model, batch)
     loss.backward()
     hook.remove()
@@ -314,10 +319,16 @@ def blocks(model: nn.Module) -> list[nn.Module]:
     found, inside = [], set()
     for module in model.modules():
         parts = list(module) if isinstance(module, nn.ModuleList | nn.Sequential) and module not in inside else []
-        if len(parts) > 1 and len({type(part) for part in parts}) == 1 and any(True for _ in parts[0].parameters()):
+        alike = len(parts) > 1 and len({type(part) for part in parts}) == 1
+        # a list of lists is never called itself
+        if (
+            alike
+            and any(True for _ in parts[0].parameters())
+            and not isinstance(parts[0], nn.ModuleList | nn.ModuleDict)
+        ):
             found += parts
             inside.update(within for part in parts for within in part.modules())
-    return found
+    return list(dict.fromkeys(found))
 
 
 def timed(job: Job, changed: Job, name: str, seconds: float) -> Comparison:

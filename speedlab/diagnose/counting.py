@@ -206,8 +206,10 @@ class _Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        # torch.tensor(...) comes into sight as the argument of this one, just made
+        fresh = func._schema.name in ("aten::lift_fresh", "aten::lift")
         for tensor in tensors((args, kwargs)):
-            self.hold(tensor, was_there=True)
+            self.hold(tensor, was_there=not fresh)
         out = func(*args, **kwargs)
         for tensor in tensors(out):
             self.hold(tensor)
@@ -232,7 +234,7 @@ class _Watch(TorchDispatchMode):
         return out
 
     def where(self) -> str:
-        """The module that the running operation belongs to; in backward, that of the forward operation."""
+        """The running operation's module; in backward, that of the forward operation, or of the one called again."""
         module, node = self.running[-1] if self.running else "", torch._C._current_autograd_node()
         if node is None or torch.is_grad_enabled():  # forward, or computed again in backward
             self.module_of.setdefault(torch.autograd._get_sequence_nr() - 1, module)
@@ -258,8 +260,9 @@ class _Watch(TorchDispatchMode):
         self.running.append(self.names.get(id(module), self.running[-1] if self.running else ""))
         own, inputs = list(module.parameters()), tensors((given, named))
         # on other weights, or with another dropout mask, it is not the same again
-        drawn = any(isinstance(m, nn.modules.dropout._DropoutNd) and m.training and m.p for m in module.modules())
-        if not own or not inputs or drawn or torch._C._current_graph_task_id() != -1:
+        drawn = any(m.training and _drops(m) for m in module.modules())
+        untracked = any(t.is_inference() for t in (*own, *inputs))
+        if not own or not inputs or drawn or untracked or torch._C._current_graph_task_id() != -1:
             return
         # references, not addresses: what is freed leaves its address to others
         same = ((weakref.ref(t.untyped_storage()), t.storage_offset(), t._version, t.shape) for t in inputs)
@@ -332,6 +335,12 @@ def line_of_caller() -> str:
             return f"{short}:{frame.f_lineno} {frame.f_code.co_name}"
         frame = frame.f_back
     return "inside torch"
+
+
+def _drops(module: nn.Module) -> bool:
+    """Whether a module has a rate of dropout, by the names that torch and transformers give it."""
+    rates = (getattr(module, name, 0) for name in ("p", "dropout", "dropout_p", "attention_dropout"))
+    return any(isinstance(rate, int | float) and rate > 0 for rate in rates)
 
 
 def _bytes(tensor: torch.Tensor) -> int:

@@ -217,8 +217,10 @@ def real_tokens(batch: object) -> torch.Tensor | None:
 def untouched(loader: Iterable | None = None) -> Iterator[None]:
     """Inside, the random states of Python, NumPy, torch and the loader may change; afterwards they are as before."""
     python, numpy = random.getstate(), np.random.get_state()
-    owners = [owner for owner in (loader, getattr(loader, "sampler", None)) if getattr(owner, "generator", None)]
-    drawn = [(owner.generator, owner.generator.get_state()) for owner in owners]
+    inner = [getattr(loader, "sampler", None), batches := getattr(loader, "batch_sampler", None)]
+    owners = (loader, *inner, getattr(batches, "sampler", None))
+    generators = {g for owner in owners if isinstance(g := getattr(owner, "generator", None), torch.Generator)}
+    drawn = [(generator, generator.get_state()) for generator in generators]
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())), torch.enable_grad():
         try:
             yield

@@ -121,8 +121,8 @@ def contradiction(counts: Counts, device: Device, measured: float) -> str:
         return ""
     return (
         f"The step took {measured:.3g} s, and its arithmetic alone needs {floor:.3g} s at the rate that was measured "
-        "for this machine: it was busier then, or kernels do less than the formulas say (causal attention, TF32 in "
-        "convolutions). Measure again when nothing else runs."
+        "for this machine: it was busier then, or kernels do less than the formulas say (causal attention), or at "
+        "another rate (TF32 in convolutions). Measure again when nothing else runs."
     )
 
 
@@ -292,7 +292,7 @@ RULES = (
     Rule("channels last", "9.8", "view becomes reshape; may lose with few channels",
          _share(_layouts, "convolutions that wait for memory"), _layouts),
     Rule(COMPILE, "9.4", "compilation when it starts, and at new shapes",
-         lambda c, d: "compiled already; counted as it is written" if c.compiled else _between(c, d),
+         lambda c, d: "part of it is compiled already; counted as it is written" if c.compiled else _between(c, d),
          lambda c, d: 0.0 if c.compiled else _fusion(c, d)),
     Rule("a larger batch", "9.5", "fewer updates per epoch; tune the learning rate again",
          _share(_per_step, "as long whatever the batch"),
