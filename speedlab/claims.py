@@ -21,9 +21,8 @@ def claim(
     text: str, ok: bool, *, expected: object = "the statement to hold", observed: object = "it does not"
 ) -> None:
     """Show `ok: text` if `ok`, else raise with what was expected, what was observed, and on which machine."""
-    if type(ok).__name__ not in ("bool", "bool_", "Tensor") or (
-        isinstance(ok, torch.Tensor) and ok.dtype != torch.bool
-    ):
+    numbers = isinstance(ok, torch.Tensor) and ok.dtype != torch.bool
+    if numbers or type(ok).__name__ not in ("bool", "bool_", "Tensor"):
         raise TypeError(f"The claim {text!r} needs True or False, but got {ok!r}. Write a comparison.")
     if ok:
         emit(f"ok: {text}", CLAIM, {"claim": text})
@@ -50,9 +49,8 @@ def claim_close(text: str, observed: object, expected: object, *, rtol: float = 
     if rtol == atol == 0.0:
         raise ValueError(f"The claim {text!r} states no tolerance: give rtol or atol, or use claim_equal.")
     if isinstance(observed, torch.Tensor):
-        ok = observed.shape == expected.shape and torch.allclose(
-            observed.double(), expected.double(), rtol=rtol, atol=atol
-        )
+        a, b = observed.double(), expected.double()
+        ok = a.shape == b.shape and torch.allclose(a, b, rtol=rtol, atol=atol)
         seen = _difference(observed, expected)
     else:
         ok = abs(observed - expected) <= atol + rtol * abs(expected)

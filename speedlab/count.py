@@ -29,55 +29,39 @@ def flops(work: Callable[[], object]) -> int:
 
     Forward and backward; a multiplication and an addition count as two. Pointwise operations are not counted.
     """
-    from torch.utils import flop_counter  # imports sympy, a third of a second
+    from torch.utils.flop_counter import FlopCounterMode  # imports sympy, a third of a second
 
-    own = {operation: formula for operation, formula in formulas().items() if getattr(formula, "_get_raw", False)}
-    with flop_counter.FlopCounterMode(display=False, custom_mapping=own) as counter:
+    with FlopCounterMode(display=False) as counter:
+        counter.flop_registry = formulas()
         work()
     return counter.get_total_flops()
 
 
 @functools.cache
 def formulas() -> dict[object, Callable[..., int]]:
-    """FLOPs of an operation from its arguments and `out_val`: torch's own formulas, and what they lack.
+    """FLOPs of an operation from its arguments and `out_val`: torch's own formulas, and what some versions lack.
 
-    torch 2.11 leaves out a CPU's fused attention, every torch the groups of a convolution's weight gradient, and
-    recurrent layers, in which each weight counts once per token.
+    That is a CPU's fused attention (2.11), the groups of a convolution's weight gradient, and recurrent layers.
     """
-    from torch.utils import flop_counter
+    from torch.utils.flop_counter import flop_registry as given
 
-    aten, known = torch.ops.aten, flop_counter.flop_registry
-
-    def attention(q, k, v, *_, **__) -> int:
-        return flop_counter.sdpa_flop_count(q.shape, k.shape, v.shape)
-
-    def attention_backward(gradient, q, k, v, *_, **__) -> int:
-        return flop_counter.sdpa_backward_flop_count(gradient.shape, q.shape, k.shape, v.shape)
-
-    def convolution_backward(*args, out_val) -> int:
-        whole = known[aten.convolution_backward]
-        groups, weight = args[9], whole(*args[:10], [False, args[10][1], False], out_val=out_val)
-        return whole(*args, out_val=out_val) - weight + weight // groups
-
-    def on_cpu(times: int) -> Callable[..., int]:
-        # missing biases come as zeros as large as the weights, behind them
-        return lambda x, w, u, *_, **__: times * (x.numel() // x.shape[-1]) * (w.numel() + u.numel())
-
-    def on_gpu(times: int) -> Callable[..., int]:
-        return lambda x, weights, *_, **__: (
-            times * (x.numel() // x.shape[-1]) * sum(w.numel() for w in weights if w.dim() == 2)
-        )
-
-    own = {
-        aten._scaled_dot_product_flash_attention_for_cpu: attention,
-        aten._scaled_dot_product_flash_attention_for_cpu_backward: attention_backward,
-        aten.convolution_backward: convolution_backward,
-        **{aten.mkldnn_rnn_layer: on_cpu(2), aten.mkldnn_rnn_layer_backward: on_cpu(4)},
-        **{aten._cudnn_rnn: on_gpu(2), aten._cudnn_rnn_backward: on_gpu(4)},
+    aten, whole = torch.ops.aten, given[torch.ops.aten.convolution_backward]
+    backward_on_cpu = aten._scaled_dot_product_flash_attention_for_cpu_backward
+    of_weight = lambda a, out: whole(*a[:10], [False, a[10][1], False], out_val=out)  # noqa: E731
+    # each weight once per token; a CPU's biases stand behind two weights, and may be zeros of the same size
+    recurrent = lambda x, weights: x.numel() // x.shape[-1] * sum(w.numel() for w in weights if w.dim() == 2)  # noqa: E731
+    return {
+        **given,
+        aten._scaled_dot_product_flash_attention_for_cpu: given[aten._scaled_dot_product_flash_attention],
+        backward_on_cpu: given[aten._scaled_dot_product_flash_attention_backward],
+        aten.convolution_backward: (
+            lambda *a, out_val: whole(*a, out_val=out_val) - of_weight(a, out_val) + of_weight(a, out_val) // a[9]
+        ),
+        aten.mkldnn_rnn_layer: lambda x, *w, **_: 2 * recurrent(x, w[:2]),
+        aten.mkldnn_rnn_layer_backward: lambda x, *w, **_: 4 * recurrent(x, w[:2]),
+        aten._cudnn_rnn: lambda x, w, *_, **__: 2 * recurrent(x, w),
+        aten._cudnn_rnn_backward: lambda x, w, *_, **__: 4 * recurrent(x, w),
     }
-    for formula in own.values():
-        formula._get_raw = True  # tensors, not their shapes
-    return {**known, **own}
 
 
 def operations(work: Callable[[], object]) -> Counter[tuple[str, str, str]]:
@@ -150,10 +134,8 @@ def saved_bytes(forward: Callable[[], object], model: nn.Module) -> Saved:
 
     with _module_path(model, path), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         result = forward()
-    tensors = tuple(
-        SavedTensor(where, tuple(t.shape), dtype_name(t.dtype), t.untyped_storage().nbytes())
-        for t, where in held.values()
-    )
+    size = lambda t: t.untyped_storage().nbytes()  # noqa: E731
+    tensors = tuple(SavedTensor(where, tuple(t.shape), dtype_name(t.dtype), size(t)) for t, where in held.values())
     del result
     return Saved(sum(t.bytes for t in tensors), tensors)
 
@@ -178,13 +160,10 @@ def state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None = None
     Of what is sharded over processes (FSDP, DTensor), this process's part is counted.
     """
     parameters = list(model.parameters())
-    state = [] if optimizer is None else [t for s in optimizer.state.values() for t in s.values()]
-    return StateBytes(
-        _storage_bytes(parameters),
-        _storage_bytes(p.grad for p in parameters if p.grad is not None),
-        _storage_bytes(t for t in state if isinstance(t, torch.Tensor)),
-        _storage_bytes(model.buffers()),
-    )
+    states = [] if optimizer is None else optimizer.state.values()
+    gradients = (p.grad for p in parameters if p.grad is not None)
+    kept = (t for s in states for t in s.values() if isinstance(t, torch.Tensor))
+    return StateBytes(*map(_storage_bytes, (parameters, gradients, kept, model.buffers())))
 
 
 @dataclass(frozen=True)
@@ -228,7 +207,6 @@ def predict_peak_memory(
 
 
 def _storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    # of a tensor that is spread over processes (DTensor), only this process's part is here
     local = (t.to_local() if hasattr(t, "to_local") else t for t in tensors)
     return sum({s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in local)}.values())
 

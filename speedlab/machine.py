@@ -68,7 +68,7 @@ def describe() -> Machine:
     where = device()
     on_gpu = where.type == "cuda"
     memory = torch.cuda.get_device_properties(where).total_memory if on_gpu else psutil.virtual_memory().total
-    ratios = probe()
+    ratios, known = probe(), [name for name in _PACKAGES if importlib.util.find_spec(name)]
     return Machine(
         device=where.type,
         name=torch.cuda.get_device_name(where) if on_gpu else _cpu_name(),
@@ -77,10 +77,7 @@ def describe() -> Machine:
         instructions=_instructions(where),
         fast=tuple(name for name, ratio in ratios.items() if ratio <= FAST),
         slow=tuple(name for name, ratio in ratios.items() if ratio > FAST),
-        versions=(
-            ("Python", platform.python_version()),
-            *((name, importlib.metadata.version(name)) for name in _PACKAGES if importlib.util.find_spec(name)),
-        ),
+        versions=(("Python", platform.python_version()), *((n, importlib.metadata.version(n)) for n in known)),
         scale=scale(),
         busy=psutil.cpu_percent(interval=0.2) / 100,
     )
@@ -210,8 +207,7 @@ def _cpu_name() -> str:
 
 def _instructions(where: torch.device) -> tuple[str, ...]:
     if where.type == "cuda":
-        major, minor = torch.cuda.get_device_capability(where)
-        return (f"compute capability {major}.{minor}",)
+        return ("compute capability {}.{}".format(*torch.cuda.get_device_capability(where)),)
     known, held = torch.cpu.get_capabilities(), os.environ.get("ONEDNN_MAX_CPU_ISA")
     names = tuple(name.upper().replace("_", "-") for name in _ISA if known.get(name))
     return (*names, f"oneDNN held to {held}") if held else names

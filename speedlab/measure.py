@@ -139,9 +139,8 @@ def compare(
     begin, looks, next_look = clock(), 0, min_rounds
     # in a notebook, tqdm does not look at this variable of its own
     quiet = os.environ.get("TQDM_DISABLE") == "1"
-    with tqdm(
-        total=max_rounds, delay=_PATIENCE_SECONDS, desc="measuring", leave=False, unit="round", disable=quiet
-    ) as bar:
+    shown = {"delay": _PATIENCE_SECONDS, "desc": "measuring", "leave": False, "unit": "round", "disable": quiet}
+    with tqdm(total=max_rounds, **shown) as bar:
         for done in range(1, max_rounds + 1):
             for name, step in list(variants.items())[:: 1 if done % 2 else -1]:
                 samples[name].append(sample(step, repeats[name], clock))

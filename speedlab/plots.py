@@ -19,16 +19,10 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 LINES = ("-", "--", "-.", ":")
 
 _STYLE = {
-    "font.size": 11,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.titlelocation": "left",
-    "axes.titlesize": 12,
-    "axes.titleweight": "bold",
-    "axes.grid": False,
-    "legend.frameon": False,
+    "font.size": 11, "axes.spines.top": False, "axes.spines.right": False, "axes.titlelocation": "left",
+    "axes.titlesize": 12, "axes.titleweight": "bold", "axes.grid": False, "legend.frameon": False,
     "hatch.linewidth": 0.6,
-}
+}  # fmt: skip
 
 
 def figure(width: float = 7.0, height: float = 3.2, columns: int = 1, rows: int = 1, **layout) -> tuple[Figure, Axes]:
