@@ -287,8 +287,9 @@ def _outputs(job: Job, model: nn.Module, batch: object) -> list[torch.Tensor]:
     batch, found = job.prepare(batch), []
     real = real_tokens(batch)
     model.eval()
-    for module in model.modules():  # transformers checkpoints in training mode only: that of the layer alone
-        module.training = bool(getattr(module, "gradient_checkpointing", False))
+    for module in model.modules():
+        if getattr(module, "gradient_checkpointing", False):  # transformers' layers do it in training mode only
+            module.training = True
     hook = model.register_forward_hook(lambda module, given, out: found.extend(tensors(out)))
     loss = job.loss(model, batch)
     loss.backward()
@@ -319,13 +320,10 @@ def blocks(model: nn.Module) -> list[nn.Module]:
     found, inside = [], set()
     for module in model.modules():
         parts = list(module) if isinstance(module, nn.ModuleList | nn.Sequential) and module not in inside else []
-        alike = len(parts) > 1 and len({type(part) for part in parts}) == 1
-        # a list of lists is never called itself
-        if (
-            alike
-            and any(True for _ in parts[0].parameters())
-            and not isinstance(parts[0], nn.ModuleList | nn.ModuleDict)
-        ):
+        kinds = {type(part) for part in parts}
+        if len(parts) < 2 or len(kinds) > 1 or kinds <= {nn.ModuleList, nn.ModuleDict}:
+            continue  # a list of lists is never called itself
+        if any(True for _ in parts[0].parameters()):
             found += parts
             inside.update(within for part in parts for within in part.modules())
     return list(dict.fromkeys(found))

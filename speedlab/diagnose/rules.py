@@ -13,10 +13,8 @@ import torch
 from speedlab import machine
 from speedlab.diagnose.counting import BACKWARD, FORWARD, OPTIMIZER, Counts, Operation
 
-_PRODUCTS, _SOFTMAX = (
-    frozenset(("bmm", "baddbmm")),
-    frozenset(("_softmax",)),
-)  # _safe_softmax is the fused call's own fallback
+_PRODUCTS = frozenset(("bmm", "baddbmm"))
+_SOFTMAX = frozenset(("_softmax",))  # not _safe_softmax, which the fused call's own fallback runs
 _DROPOUT = frozenset(("native_dropout", "bernoulli_"))
 # Operations whose cost grows with the square of a text's length.
 _SQUARED = ("bmm", "baddbmm", "_softmax", "_safe_softmax", "_scaled_dot_product")
