@@ -82,7 +82,9 @@ def train(args, model: nn.Module, device: torch.device, max_steps: int) -> dict:
     report["state"] = {"parameters": state.parameters, "gradients": state.gradients, "optimizer": state.optimizer}
     report["dtypes"] = sorted({count.dtype_name(p.dtype) for p in model.parameters()})
     if not isinstance(model, DistributedDataParallel):
-        report["peak"] = peak_bytes(model, optimizer, lambda: step(probe))
+        # the least of some steps: gloo's thread now and then lets go of a delivered message a little late
+        peaks = [peak_bytes(model, optimizer, lambda: step(probe)) for _ in range(5)]
+        report["peak"] = min(peaks, key=lambda kinds: sum(kinds.values()))
     return report
 
 
