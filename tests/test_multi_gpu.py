@@ -135,7 +135,7 @@ def test_a_stop_is_obeyed_and_a_restart_repeats_its_dropout(tmp_path):
 def test_the_slurm_script_is_a_shell_script_and_runs_what_torchrun_gets(module):
     cluster = module("cluster")
     script = cluster.slurm("train.py", nodes=3, gpus=8, cores=32, hours=5)
-    lines = script[script.index("srun") : script.index("job=$!")].strip().removesuffix("&").splitlines()
+    lines = script[script.index("srun torchrun") : script.index("job=$!")].strip().removesuffix("&").splitlines()
     assert all(line.endswith(" \\") for line in lines[:-1]), "the shell would take this for several commands"
     command = shlex.split("".join(line.removesuffix("\\") for line in lines))
     options = {"nodes": "3", "processes": 8, "endpoint": "$head:$port", "job": "$SLURM_JOB_ID", "restarts": 2}

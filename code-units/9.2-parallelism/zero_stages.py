@@ -47,7 +47,7 @@ def one_process():
 
 # ---
 def wrap(model, stage):
-    """Stage 0 is DDP; stage 3 computes in bf16, as FSDP usually does, and sums gradients in fp32."""
+    """Stage 0 is DDP; stage 3 computes in bf16 and sums gradients in fp32."""
     if stage == 0:
         return DistributedDataParallel(model)
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if stage == 3 else MixedPrecisionPolicy()

@@ -54,6 +54,7 @@ rm -f "$folder/stop"
 trap 'touch "$folder/stop"; asked=1' USR1   # the training sees this file, saves, and ends
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 port=$((20000 + SLURM_JOB_ID % 20000))
+export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK   # srun itself reads no --cpus-per-task of the batch since 22.05
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # else, in torch 2.15, a restart may find the addresses of the dead
 {lines} &
 job=$!

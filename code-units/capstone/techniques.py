@@ -232,7 +232,7 @@ TECHNIQUES = (
     Technique("FSDP", "9.3", "memory", "weights travel too", "models that fit", None),
     Technique("tensor, pipeline, sequence parallelism", "9.2", "memory", "code; activations travel",
               "models that fit", None),
-    Technique("scaled_dot_product_attention", "9.6", "both", "none", "short sequences; some CPUs",
+    Technique("scaled_dot_product_attention", "9.6", "both", "attention weights unseen", "short sequences; some CPUs",
               _model(fused=True)),
     Technique("torch.compile", "9.4", "time", "compiling; again at new shapes", "short runs, changing shapes", None,
               ("compile", "compile, bucketed shapes")),
