@@ -261,6 +261,40 @@ def swallows_all(device, largest):
             size = max(1, size // 2)
 
 
+def swallowing(at_first=False, above=False, errors=OSError):
+    """A finder that takes some other errors for a lack of memory: on its first trial, or after a real one."""
+
+    def find_batch_size(device, largest):
+        tried, failed = [], []
+        train = device.train
+
+        def trial(size):
+            tried.append(size)
+            try:
+                return train(size)
+            except checks.OutOfMemory:
+                failed.append(size)
+                raise
+            except errors:
+                if (at_first and len(tried) == 1) or (above and failed):
+                    raise checks.OutOfMemory("swallowed") from None
+                raise
+
+        device.train = trial
+        try:
+            return finder()(device, largest)
+        finally:
+            del device.train
+
+    return find_batch_size
+
+
+def on_another_training(device, largest):
+    """The device keeps the training that the trials went through."""
+    device.training = copy.deepcopy(device.training)
+    return finder(restore="never")(device, largest)
+
+
 def by_tenths(device, largest):
     put_back, size, best = memory()(device.training), 1, None
     try:
@@ -311,6 +345,11 @@ def from_above(device, largest):
         (finder(catch=Exception), ("Catch checks.OutOfMemory alone",)),
         (one_by_one, ("Does your search end?",)),
         (forever, ("Does your search end?",)),
+        (swallowing(at_first=True), ("cannot read a file", "Catch checks.OutOfMemory alone")),
+        (swallowing(above=True), ("cannot read a file", "Catch checks.OutOfMemory alone")),
+        (swallowing(at_first=True, above=True, errors=KeyError), ("KeyError", "Catch checks.OutOfMemory alone")),
+        (finder(catch=(checks.OutOfMemory, LookupError)), ("KeyError", "Catch checks.OutOfMemory alone")),
+        (on_another_training, ("another training",)),
         (by_tenths, ("trials", "are allowed")),
         (from_above, ("Look between the largest size that ran",)),
         (lambda device, largest: math.nan, ("nan",)),

@@ -301,6 +301,53 @@ def test_train_epoch_rejects_attacks(rejects, answer, words):
     rejects("train_epoch", answer, words)
 
 
+def by_fours(model, group, total):
+    for begin in range(0, len(group), 4):
+        sum(summed(model, *batch) / total for batch in group[begin : begin + 4]).backward()
+
+
+def by_pairs(model, group, total):
+    for begin in range(0, len(group), 2):
+        sum(summed(model, *batch) / total for batch in group[begin : begin + 2]).backward()
+
+
+@pytest.mark.parametrize("step", [by_fours, by_pairs])
+def test_train_epoch_rejects_graphs_of_a_part_of_the_group(rejects, step):
+    rejects("train_epoch", in_groups(step), "alive at the same time")
+
+
+def stepping(when):
+    """A loop that leaves out micro-batches without a target, and steps where `when` says so."""
+
+    def train_epoch(model, optimizer, micro_batches, accumulate_steps):
+        steps, waiting = 0, 0
+        optimizer.zero_grad()
+        for i, batch in enumerate(micro_batches):
+            group = micro_batches[i - i % accumulate_steps :][:accumulate_steps]
+            total = sum(int((targets != -100).sum()) for _, targets in group)
+            filled = bool((batch[1] != -100).any())
+            if filled:
+                (summed(model, *batch) / total).backward()
+                waiting += 1
+            end = (i + 1) % accumulate_steps == 0 or i + 1 == len(micro_batches)
+            if when(end, filled, waiting):
+                optimizer.step()
+                optimizer.zero_grad()
+                steps, waiting = steps + 1, 0
+        return steps
+
+    return train_epoch
+
+
+def test_train_epoch_accepts_a_step_where_something_waits(verdict):
+    assert verdict("train_epoch", stepping(lambda end, filled, waiting: end and waiting)) == "correct"
+
+
+@pytest.mark.parametrize("when", [lambda end, filled, waiting: end, lambda end, filled, waiting: end and filled])
+def test_train_epoch_rejects_steps_that_empty_micro_batches_mislead(rejects, when):
+    rejects("train_epoch", stepping(when), "optimizer steps, and", "due")
+
+
 def test_train_epoch_accepts_a_loop_with_a_counter(verdict):
     assert verdict("train_epoch", loop()) == "correct"
 
@@ -441,6 +488,20 @@ def test_run_blocks_accepts_a_lambda_in_between(verdict):
     assert verdict("run_blocks", run_blocks) == "correct"
 
 
+def test_run_blocks_accepts_an_input_by_name(verdict):
+    def run_blocks(blocks, x, chosen):
+        for i, block in enumerate(blocks):
+            x = checkpoint(block, x=x, use_reentrant=False) if i in chosen else block(x)
+        return x
+
+    assert verdict("run_blocks", run_blocks) == "correct"
+
+
+def some(number):
+    """Checkpoints on as many blocks as were chosen, and not on those."""
+    return lambda blocks, x, chosen: under(use_reentrant=False)(blocks, x, number(len(chosen)))
+
+
 def without_dropout(blocks, x, chosen):
     blocks.eval()
     return under(use_reentrant=False, preserve_rng_state=False)(blocks, x, chosen)
@@ -500,6 +561,9 @@ def test_run_blocks_accepts_a_graph_of_its_own(verdict):
         (lambda blocks, x, chosen: blocks(x), "not checkpointed"),
         (lambda blocks, x, chosen: under(use_reentrant=False)(blocks, x, range(4)), "no others"),
         (one_segment, "one by one"),
+        (some(range), "should be"),
+        (some(lambda count: range(4 - count, 4)), "should be"),
+        (some(lambda count: {1, 2} if count == 2 else range(4 - count, 4)), "should be"),
         (not_chained, "the output of the one before"),
         (lambda blocks, x, chosen: None, "must return the output"),
         (without_dropout, "changes its inputs"),

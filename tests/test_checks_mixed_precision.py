@@ -253,6 +253,8 @@ STEPS = {
     "zeroed at the beginning": [(ZERO, ""), ("    inputs, labels", ZERO + "    inputs, labels")],
     "the loss outside, in fp32": [(LOSS, LOSS_OUTSIDE_IN_FP32)],
     "the dtype of the weights looked up": [("inputs.to(weights)", "inputs.to(next(model.parameters()).dtype)")],
+    "logits in fp32": [("cross_entropy(model(inputs)", "cross_entropy(model(inputs).float()")],
+    "the loss outside, in fp32 everywhere": [(LOSS, LOSS_OUTSIDE.replace("(logits,", "(logits.float(),"))],
     "a loss object": [("nn.functional.cross_entropy(", "nn.CrossEntropyLoss()(")],
     "float()": [(RETURN, "return float(loss)")],
     "a leftover comment": [(RETURN, "# raise NotImplementedError\n    return loss.item()")],
@@ -579,6 +581,11 @@ WRONG_LOST = {
     "a threshold": (lambda g, eps, beta2: int((g.abs() < 1e-3).sum()) if g.dtype == FP16 and eps < 3e-8 else 0,
                     "(1 - beta2)"),
     "fp16 only": (lambda g, eps, beta2: RIGHT_LOST(g, eps, beta2) if g.dtype == FP16 else 0, "eps itself"),
+    "eps zero below 2^-24": (
+        lambda g, eps, beta2: int((stored_v(g, beta2) == 0).sum())
+        if eps < torch.finfo(g.dtype).smallest_normal * torch.finfo(g.dtype).eps else 0,
+        "eps=4e-08", "Adam loses 0",
+    ),
     "runs Adam": (lambda g, eps, beta2: int(checks.first_adam_step(g, eps, beta2).isnan().sum()), "an optimizer"),
     "runs Adam as a function": (through_the_function, "an optimizer"),
     "nan": (lambda g, eps, beta2: math.nan, "is nan"),
@@ -655,12 +662,17 @@ def smallest_that_works(gradients):
     return None
 
 
-def in_numpy(gradients):
-    f = np.abs(np.concatenate([g.numpy().ravel() for g in gradients]))
-    if not f.any():
-        return np.float32(1)
-    scale = np.float32(2.0) ** np.floor(np.log2(65504 / f.max()))
-    return scale if (f[f > 0].astype(np.float64) * scale).min() > 2.0**-25 else None
+def in_numpy(end):
+    """The largest scale with which all gradients stay below `end`."""
+
+    def choose(gradients):
+        f = np.abs(np.concatenate([g.numpy().ravel() for g in gradients])).astype(np.float64)
+        if not f.any():
+            return np.float32(1)
+        scale = 2.0 ** (np.ceil(np.log2(end / f.max())) - 1)
+        return scale if (f[f > 0] * scale).min() > 2.0**-25 else None
+
+    return choose
 
 
 def keeps_nothing(gradients):
@@ -674,12 +686,14 @@ def keeps_nothing(gradients):
 SCALES = {
     "the largest": scale_by(),
     "the smallest": smallest_that_works,
-    "in numpy": in_numpy,
+    "in numpy": in_numpy(65520),
     "a tensor": lambda gradients: (s := scale_by()(gradients)) and torch.tensor(s, dtype=FP64),
     "its input destroyed": keeps_nothing,
 }
 SIZES = {24: 2.0**25, 33: 2.0**20, 20: 1.0, 15: 2.0**-10}
 WRONG_SCALES = {
+    "up to finfo.max only": (in_numpy(65504), "rounds down to 65504", "2^0 would do", "65504 at most"),
+    "up to 65536": (in_numpy(65536), "not below 65536", "overflow"),
     "65536": (lambda gradients: 65536.0, "overflow", "largest"),
     "one": (lambda gradients: 1.0, "become zero", "smallest"),
     "no power": (scale_by(power=False), "power of two"),

@@ -919,6 +919,9 @@ def of_the_tensor(weight):
             (int8(made=lambda q, s: (q, s.double())), "bytes"),
             (int8(made=lambda q, s: (q, s.half())), "bytes"),
             (int8(lambda w: row_scales(w).clamp(min=1e-4).half()), "bytes"),
+            (int8(lambda w: (w.abs().amax(1, keepdim=True) / 127).clamp(min=1e-8)), "floor"),
+            (int8(lambda w: w.abs().amax(1, keepdim=True) / 127 + 1e-8), "floor under your scale"),
+            (int8(lambda w: (w.abs().amax(1, True) / 127).clamp(min=torch.finfo(w.dtype).eps)), "floor"),
             (int8(made=lambda q, s: (q, s.expand(q.shape))), "scales for"),
             (int8(made=lambda q, s: (s, q)), "int8"),
             (int8(made=lambda q, s: q), "must hold 2"),
@@ -1090,7 +1093,7 @@ RIGHT_CUTS = [
     cut(lambda n, keep: heapq.nlargest(keep, range(len(n[0].weight)), n[0].weight.norm(dim=1).tolist().__getitem__)),
     cut(lambda n, keep: torch.einsum("ij,ij->i", n[0].weight, n[0].weight).topk(keep).indices),
     cut(join=lambda one, activation, two: nn.Sequential(one, copy.deepcopy(activation), two)),
-    cut(join=lambda one, activation, two: nn.Sequential(OrderedDict(up=one, act=type(activation)(), down=two))),
+    cut(join=lambda one, activation, two: nn.Sequential(OrderedDict(up=one, act=activation, down=two))),
     cut(join=lambda one, activation, two: nn.Sequential(nn.Sequential(one, activation), two)),
     cut(join=lambda one, activation, two: nn.Sequential(one, activation, nn.Identity(), two)),
     cut(join=Block),
@@ -1219,6 +1222,10 @@ class Twice(Block):
             (cut(spoil=first_bias), "cut it like the rows"),
             (cut(spoil=other_columns), "in one order"),
             (cut(spoil=shuffled_columns), "in one order"),
+            (
+                cut(join=lambda one, activation, two: nn.Sequential(one, type(activation)(), two)),
+                "Is the activation the same?",
+            ),
             (cut(spoil=no_second_bias), "a layer with a bias keeps one"),
             (cut(spoil=always_a_bias), "a layer without gets none"),
             (cut(spoil=zero_second_bias), "second layer keeps its bias"),
@@ -1635,6 +1642,20 @@ def the_full_product(x, base, down, up, alpha):
     return base(x) + alpha / len(down) * (x @ (up @ down).T)
 
 
+def with_a_detached(part):
+    """The right output, of which one part passes no gradient on."""
+
+    def adapted(x, base, down, up, alpha):
+        cut = {name: lambda tensor, name=name: tensor.detach() if name == part else tensor for name in PASSED_ON}
+        middle = cut["middle"](cut["x"](x) @ cut["down"](down).T)
+        return cut["base"](base(x)) + alpha / len(down) * (middle @ cut["up"](up).T)
+
+    return adapted
+
+
+PASSED_ON = ("x", "base", "down", "up", "middle")
+
+
 def into_the_base(base, down, up, alpha):
     base.weight.data += alpha / len(down) * up.detach() @ down.detach()
     return base
@@ -1709,6 +1730,11 @@ def full(value):
                 ((adapter, scaled_by(lambda alpha, rank: alpha / rank**0.5), merged), "rsLoRA"),
                 ((adapter, scaled_by(lambda alpha, rank: rank / alpha), merged), "upside down"),
                 ((adapter, scaled_by(lambda alpha, rank: -alpha / rank), merged), "subtracted"),
+                ((adapter, with_a_detached("x"), merged), "gradient of x "),
+                ((adapter, with_a_detached("base"), merged), "gradient of x "),
+                ((adapter, with_a_detached("down"), merged), "gradient of down "),
+                ((adapter, with_a_detached("up"), merged), "no gradient arrives"),
+                ((adapter, with_a_detached("middle"), merged), "gradient of x "),
                 ((adapter, the_full_change, merged), "Do not form up @ down"),
                 ((adapter, the_full_product, merged), "Do not form up @ down"),
                 ((adapter, adapted, into_the_base), "have changed"),

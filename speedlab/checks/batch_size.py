@@ -1,6 +1,7 @@
 """The checks of exercise 5: a training put back, a finder on simulated devices, a scaled rate, three curves."""
 
 import copy
+import itertools
 import math
 import operator
 import random
@@ -248,7 +249,8 @@ def devices() -> dict[str, Case]:
 def find_batch_size(answer: Callable[[Device, int], int | None]) -> None:
     for name, case in devices().items():
         device = case.make()
-        before = state(device.training)
+        mine = device.training
+        before = state(mine)
         with where(f"On the device {name}"):
             found = answer(device, case.largest)
             if _speed(device, 1) == 0:
@@ -260,10 +262,12 @@ def find_batch_size(answer: Callable[[Device, int], int | None]) -> None:
             if found is not None:
                 _expect_it_ran(found, device)
                 _expect_good(found, device, case)
-            part = changed(before, device.training)
+            expect(device.training is mine, "you put another training into device.training: leave it the one it had.")
+            part = changed(before, mine)
             expect(part is None, f"you leave the training's {part} changed. Put it back.")
-    for error in (OSError("cannot read a file"), RuntimeError("DataLoader worker (pid 4711) exited unexpectedly")):
-        _expect_to_pass(error, answer)
+    errors = OSError("cannot read a file"), RuntimeError("DataLoader worker (pid 4711) exited unexpectedly")
+    for error, fails in itertools.product((*errors, KeyError("label")), _FAILURES):
+        _expect_to_pass(error, fails, answer)
 
 
 def _expect_trials(found: int | None, device: Device, largest: int) -> None:
@@ -316,15 +320,24 @@ def _expect_good(found: int, device: Device, case: "Case") -> None:
            f"{max(speeds, key=speeds.get)} has. Go on while doubling gains 5% or more.")  # fmt: skip
 
 
-def _expect_to_pass(error: Exception, answer: Callable[[Device, int], int | None]) -> None:
+_FAILURES = (  # the sizes that meet an error which is no lack of memory
+    lambda size: True,
+    lambda size: size > 2,
+    lambda size: size & (size - 1),  # no power of two: the first such size comes after a lack of memory
+)
+
+
+def _expect_to_pass(
+    error: Exception, fails: Callable[[int], object], answer: Callable[[Device, int], int | None]
+) -> None:
     """An error that is no lack of memory comes out of the search, and leaves no trace."""
 
     def broken(size: int) -> bool:
-        if size > 2:
+        if fails(size):
             raise error
         return False
 
-    device = Device(lambda b: 0.1, _rising(1000), broken)
+    device = Device(lambda b: b / 40, _rising(1000), broken)
     before = state(device.training)
     try:
         answer(device, 256)

@@ -100,6 +100,7 @@ def train_epoch(answer: Callable[[nn.Module, torch.optim.Optimizer, list[MicroBa
         (_RAGGED[:5], 1),
         ([[5, 2], _NONE, [8, 3]], 3),
         ([[5, 2], [4, 1], _NONE, _NONE, [8, 3]], 2),  # a group without any target, in the middle
+        ([_NONE, _NONE, [5, 2], [4, 1], [8, 3], _NONE, [6, 2], [7, 1], _NONE], 2),  # first, within, and last
         ([[9, 9]] * 8, 8),
     ):
         micro_batches = ragged(lengths)
@@ -108,12 +109,12 @@ def train_epoch(answer: Callable[[nn.Module, torch.optim.Optimizer, list[MicroBa
         with where(f"With {len(micro_batches)} micro-batches by {accumulate_steps}"):
             start, run = _recorded(answer, micro_batches, accumulate_steps)
             _examine_steps(run.steps, groups, start)
-            alone = _recorded(_one_by_one, micro_batches, accumulate_steps)[1].kept
+            alone, own = (_recorded(loop, micro_batches, 1)[1].kept for loop in (_one_by_one, answer))
             expect(
-                run.kept <= 4 * alone,
+                run.kept <= min(4 * alone, 1.5 * own),
                 "the graphs of several micro-batches are alive at the same time, so nothing is saved: "
-                f"{run.kept} bytes kept, where one by one needs {alone}. Run the model on one micro-batch, call "
-                "backward on its loss, then take the next.",
+                f"{run.kept} bytes kept, where one by one needs {min(alone, own)}. Run the model on one micro-batch, "
+                "call backward on its loss, then take the next.",
             )
             told = whole(run.returned, "The number of optimizer steps")
             expect(told == len(groups), f"return the number of optimizer steps, {len(groups)}, not {told}.")
@@ -302,6 +303,13 @@ def _run(blocks: Sequence[nn.Module], x: torch.Tensor, chosen: Collection[int], 
     return x
 
 
+def _run_by_name(blocks: Sequence[nn.Module], x: torch.Tensor, chosen: Collection[int]) -> torch.Tensor:
+    """As right: what checkpoint is given by name it keeps too, where no hook of saved tensors sees it."""
+    for i, block in enumerate(blocks):
+        x = checkpoint(block, x=x, use_reentrant=False) if i in chosen else block(x)
+    return x
+
+
 def _bound_late(blocks: Sequence[nn.Module], x: torch.Tensor, chosen: Collection[int]) -> torch.Tensor:
     for i, block in enumerate(blocks):
         x = checkpoint(lambda h: block(h), x, use_reentrant=False) if i in chosen else block(x)  # noqa: B023
@@ -329,9 +337,11 @@ def run_blocks(answer: Callable[[nn.Sequential, torch.Tensor, Collection[int]], 
                 }
                 found = {hint: outcome(fault).gradients for hint, fault in hints.items()}
                 fail(f"the gradients are wrong. {diagnose(out.gradients, found, 'Compare with blocks(x).', _same)}")
+            # blocks of different width tell which of them are checkpointed
+            kept, *right = (outcome(run, wides=(4, 3, 2, 1)).kept for run in (answer, _run, _run_by_name))
             fewer = "checkpoint these one by one, and no others"
-            which = fewer if out.kept < wanted.kept else "some are not checkpointed"
-            expect(out.kept == wanted.kept, f"{out.kept} bytes are kept, and {wanted.kept} should be: {which}.")
+            which = fewer if kept < right[0] else "some are not checkpointed"
+            expect(kept in right, f"{kept} bytes are kept, and {right[0]} should be: {which}.")
 
 
 @dataclass(frozen=True)
@@ -342,10 +352,10 @@ class _Outcome:
     same_inputs: bool
 
 
-def _outcome(run: Callable, chosen: Collection[int], training: bool) -> _Outcome:
+def _outcome(run: Callable, chosen: Collection[int], training: bool, wides: Sequence[int] = (4, 4, 4, 4)) -> _Outcome:
     """What a run gives on blocks and an input of its own, which are the same every time."""
     torch.manual_seed(0)
-    blocks = nn.Sequential(*(Block(16, dropout=0.3) for _ in range(4))).train(training)
+    blocks = nn.Sequential(*(Block(16, wide, dropout=0.3) for wide in wides)).train(training)
     x = torch.randn(5, 16)  # as images: the input itself needs no gradient
     before, made = (copy.deepcopy(blocks), x.clone()), []
     torch.manual_seed(1)

@@ -205,6 +205,7 @@ def weights() -> Iterator[tuple[str, torch.Tensor]]:
     outlier = usual.clone()
     outlier[3, 7] = -200.0
     yield "For an outlier in row 3", outlier
+    yield "For weights that are nearly zero", usual * 1e-7
     yield "For rows whose largest weight is negative", -usual.abs() * torch.rand(12, 20, generator=generator)
     yield "For a constant tensor", torch.full((5, 9), 0.3)
     yield "For one row", usual[:1] / 40
@@ -268,6 +269,8 @@ def _numbers_and_scales(value: object, rows: int, columns: int) -> tuple[torch.T
 def _why_error(numbers: torch.Tensor, scales: torch.Tensor, weight: torch.Tensor) -> str:
     due, signed, exact = weight.abs().amax(1, True) / 127, weight.amax(1, True).abs() / 127, weight / scales
     shares = {  # of the weights or rows, those that show the fault; most of them must
+        "The floor under your scale is too high: take torch.finfo(torch.float32).tiny.": (scales > 1.01 * due)
+        & (scales < 1e-6),
         "All rows have one scale: give each its own, or one outlier coarsens every row.": scales == scales[0],
         "You return 1 / scale: a weight is its number times its scale.": (scales * due - 1).abs() < 1e-3,
         "Take the largest absolute value: it may be that of a negative weight.": (scales - signed).abs() < 1e-6,
@@ -288,7 +291,7 @@ def _why_error(numbers: torch.Tensor, scales: torch.Tensor, weight: torch.Tensor
 _MLPS = (  # inputs, hidden neurons, outputs, neurons to keep, activation, biases
     (8, 12, 6, 5, nn.GELU, (True, True)),
     (6, 10, 7, 4, nn.Sigmoid, (True, True)),  # sigmoid(0) is not 0
-    (9, 9, 9, 9, nn.ReLU, (True, True)),
+    (9, 9, 9, 9, functools.partial(nn.LeakyReLU, 0.5), (True, True)),
     (5, 16, 5, 1, nn.Tanh, (False, True)),
     (7, 11, 3, 6, nn.ReLU, (True, False)),
 )
@@ -301,7 +304,7 @@ def cut_neurons(answer: Callable[[nn.Sequential, int], nn.Sequential]) -> None:
         nn.init.uniform_(second.weight, -2, 2)
         model, x = nn.Sequential(first, activation(), second), torch.randn(9, wide)
         before = copy.deepcopy(model)
-        with where(f"With {hidden} neurons, {activation.__name__} and keep={keep}"):
+        with where(f"With {hidden} neurons, {type(model[1]).__name__} and keep={keep}"):
             got = answer(model, keep)
             expect(isinstance(got, nn.Module), f"return the smaller network, not {type(got).__name__}.")
             expect(distance(model, before) == 0, "you change the network that you are given: make a new one.")
@@ -528,6 +531,15 @@ def _examine_trained(adapted: Callable, merged: Callable, x, base, down, up, alp
     expect(_same(made[0], wanted), lambda: why.format("adapted", diagnose(made[0], faults, other, _same)))
     due = 2 * x.shape[:-1].numel() * (2 * base.weight.numel() + 3 * rank * sum(base.weight.shape))
     large = "Do not form up @ down, which is as large as the base: apply down to x, then up to that."
+    inputs = {"x": x, "down": down, "up": up}
+    right = F.linear(x, base.weight + alpha / rank * up @ down, base.bias)
+    slopes = [
+        torch.autograd.grad(out.square().sum(), tuple(inputs.values()), allow_unused=True)
+        for out in (_output(adapted, x, base, down, up, alpha), right)
+    ]
+    for name, found, true in zip(inputs, *slopes, strict=True):
+        cut = f"the gradient of {name} through adapted is wrong: does a detach or a no_grad cut it off?"
+        expect(found is not None and _same(found, true), cut)
     expect(flops <= due, f"forward and backward take {flops} FLOPs; {due} are enough. {large}")
     layer = merged(base, down, up, alpha)
     expect(isinstance(layer, nn.Linear), f"merged must return an nn.Linear, not {type(layer).__name__}.")
