@@ -278,7 +278,7 @@ def test_ctrl_c_or_a_killed_trainer_leaves_nothing_running(loop, sent, tmp_path)
     script = tmp_path / "train.py"
     body = "\n".join("    " + line for line in LOOPS[loop].strip().splitlines())
     script.write_text(f"import offload\nif __name__ == '__main__':\n{body}\n")
-    environment = {**os.environ, "PYTHONPATH": str(UNIT)}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(UNIT), str(ROOT)])}
     trainer = subprocess.Popen(
         [sys.executable, str(script)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )

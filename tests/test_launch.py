@@ -95,7 +95,7 @@ def test_ten_launches_leave_no_process_socket_folder_or_descriptor(script, tmp_p
         descriptors = descriptors or psutil.Process().num_fds() if os.name == "posix" else None
     assert len(set(pids)) >= 30, "two ranks and a launcher, each time"
     assert alive(pids) == []
-    assert psutil.Process().children() == children
+    assert set(psutil.Process().children()) <= set(children)  # an older child may have ended meanwhile
     assert list(temporary.iterdir()) == []
     assert os.name != "posix" or psutil.Process().num_fds() == descriptors
     for port in set(ports):

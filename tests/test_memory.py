@@ -107,7 +107,7 @@ class GradientOfOne(nn.Module):
         super().__init__()
         self.weight, self.seen = nn.Parameter(torch.zeros(())), []
 
-    def forward(self, batch):
+    def forward(self, batch, labels=None):
         return {"loss": (self.weight * batch).mean()}
 
     def watched(self) -> torch.optim.Optimizer:
@@ -139,8 +139,26 @@ def test_the_arguments_of_lightning_and_transformers_accumulate(tmp_path, monkey
     space = {"Trainer": Trainer, "TrainingArguments": transformers.TrainingArguments}
     exec(snippet, space)
     assert space["trainer"].accumulate_grad_batches == space["arguments"].gradient_accumulation_steps == 4
-    # and the Trainer of transformers does what the page says of its tail
-    model, ones = GradientOfOne(), [{"batch": torch.ones(())} for _ in range(10)]
+
+
+class DeafGradientOfOne(GradientOfOne):
+    """It takes the number of items, as transformers' classifiers do, and its loss ignores it."""
+
+    def forward(self, batch, labels=None, **told):
+        return super().forward(batch)
+
+
+@pytest.mark.parametrize(
+    ("kind", "mended", "wanted"),
+    [(GradientOfOne, False, [1, 1, 1]), (DeafGradientOfOne, False, [4, 4, 2]), (DeafGradientOfOne, True, [1, 1, 1])],
+)
+def test_the_trainer_of_transformers_does_what_the_page_says_of_its_groups(
+    tmp_path, monkeypatch, kind, mended, wanted
+):
+    import transformers
+
+    monkeypatch.chdir(tmp_path)
+    model, ones = kind(), [{"batch": torch.ones(()), "labels": torch.tensor(1)} for _ in range(10)]
     arguments = transformers.TrainingArguments(
         "runs",
         per_device_train_batch_size=1,
@@ -152,8 +170,32 @@ def test_the_arguments_of_lightning_and_transformers_accumulate(tmp_path, monkey
         max_grad_norm=0,
         save_strategy="no",
     )
-    transformers.Trainer(model, arguments, train_dataset=ones, optimizers=(model.watched(), None)).train()
-    assert model.seen == pytest.approx([1.0, 1.0, 1.0])
+    trainer = transformers.Trainer(model, arguments, train_dataset=ones, optimizers=(model.watched(), None))
+    if mended:
+        trainer.model_accepts_loss_kwargs = False
+    trainer.train()
+    assert model.seen == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize("name", ["Bert", "DistilBert"])
+def test_classifiers_of_transformers_are_told_the_number_of_items_and_ignore_it(name):
+    import transformers
+
+    sizes = {
+        "vocab_size": 9,
+        "hidden_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 8,
+    }
+    if name == "DistilBert":
+        sizes = {"vocab_size": 9, "dim": 8, "n_layers": 1, "n_heads": 2, "hidden_dim": 8}
+    config = getattr(transformers, f"{name}Config")(**sizes)
+    model = getattr(transformers, f"{name}ForSequenceClassification")(config).eval()
+    batch = {"input_ids": torch.arange(8).view(4, 2), "labels": torch.tensor([0, 1, 1, 0])}
+    kinds = [parameter.kind for parameter in inspect.signature(model.forward).parameters.values()]
+    assert inspect.Parameter.VAR_KEYWORD in kinds  # what the Trainer asks
+    assert torch.equal(model(**batch).loss, model(**batch, num_items_in_batch=torch.tensor(16)).loss)
 
 
 def test_in_practice_of_notebook_1_runs(tmp_path, monkeypatch):
