@@ -62,6 +62,14 @@ def test_code_in_prose_stands_between_fences_and_python_can_be_parsed(name):
 
 
 @pytest.mark.parametrize("name", documents())
+def test_each_item_of_a_list_begins_a_line(name):
+    for paragraph in FENCE.sub("", documents()[name]).split("\n\n"):
+        if re.match(r"(1\.|-) \S", paragraph):
+            inside = re.search(r"[.:;)] (?:[2-9]\.|-) \S+ \S+", paragraph)
+            assert not inside, f"{name}: this item begins inside a line: {inside[0][2:]}"
+
+
+@pytest.mark.parametrize("name", documents())
 def test_pictures_have_alt_text(name):
     prose = documents()[name]
     for mark, text, target in LINK.findall(prose):

@@ -201,7 +201,10 @@ def attention(answer: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch
         qkv = [torch.randn(1, heads, 256, 8, requires_grad=True) for _ in range(3)]
         kept = count.saved_bytes(lambda: answer(*qkv), nn.Identity()).bytes  # noqa: B023
         most = 16 * qkv[0].nbytes  # a matrix has 32 times that
-        what = "A matrix of T × T is still kept for backward: scaled_dot_product_attention makes it piece by piece."
+        what = (
+            "A matrix of T × T is still kept for backward. scaled_dot_product_attention makes the scores piece by "
+            "piece; a mask that you pass it is such a matrix too, is_causal=True is none."
+        )
         expect(kept <= most, f"{kept:,} bytes are kept with {heads} heads; {most:,} are enough. {what}")
         made = count.operations(lambda: answer(*qkv).sum().backward()).total()  # noqa: B023
         expect(made <= 24, f"{made} operations with {heads} heads; 24 are enough. Treat all heads in one call.")

@@ -220,7 +220,9 @@ def mixed_fabric(answer: Callable[[], Fabric]) -> None:
     with _affordable():
         _, _, before = _kept(Fabric(accelerator=fabric.device.type, devices=1))
         weights, product, kept = _kept(fabric)
-    lost = "with '-true' they leave fp32, and small updates get lost (unit 9.1). Here they are to stay in fp32."
+    lost = (
+        "with '-true' they leave fp32, and in 16 bits lose small updates (unit 9.1). Here they are to stay in fp32."
+    )
     expect(weights == torch.float32, f"The weights are in {count.dtype_name(weights)}: {lost}")
     counted = f"the counter finds {kept:,} bytes kept for backward, in fp32 {before:,}"
     which = "Which word of `precision` gives bf16 products and fp32 weights?"

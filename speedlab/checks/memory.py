@@ -180,8 +180,8 @@ def _examine_steps(steps: list[tuple[int, torch.Tensor]], groups: list[list[Micr
     for _, gradient in steps:
         expect(
             gradient.isfinite().all(),
-            "a gradient holds a nan: where nothing has a target, a mean is 0 / 0. Sum the losses, divide by the "
-            "targets of the group, and leave out a group that has none.",
+            "a gradient holds a nan. Sum the losses, divide by the targets of the group, and leave out a group that "
+            "has none.",
         )
     fewer = "What is left at the end needs a step of its own."
     more = "Step once per group; a group without any target makes no step."
