@@ -197,7 +197,7 @@ def parsed(size: int) -> DataLoader:
 
 @dataclass(frozen=True)
 class Technique:
-    """A row of the table. `apply` changes a job; `rungs` are what the recorded ladders call it."""
+    """A row of the table. `loses` says with what; `apply` changes a job; `rungs` are its names in the ladders."""
 
     name: str
     unit: str
@@ -217,14 +217,14 @@ def _loss(loss: Callable, **fields) -> Callable[[Job], Job]:
 
 
 TECHNIQUES = (
-    Technique("read metrics later", "9.0", "time", "they come later", "on a CPU, which waits for nothing",
+    Technique("read metrics later", "9.0", "time", "the numbers come later", "a CPU, which waits for nothing",
               lambda job: changed(job, step=usual), ("no host syncs",)),
-    Technique("fused optimizer", "9.0", "time", "none", "where products take the time",
+    Technique("fused optimizer", "9.0", "time", "none", "steps that are mostly products",
               lambda job: changed(job, make_optimizer=fused_adam), ("fused optimizer",)),
-    Technique("bf16 autocast", "9.1", "both", "three digits", "hardware without bf16; small batches",
+    Technique("bf16 autocast", "9.1", "both", "numbers of three digits", "hardware without bf16; small batches",
               _loss(autocast_loss),
               ("bf16 autocast",)),
-    Technique("bf16 weights", "9.1", "memory", "small updates vanish", "without a copy in fp32",
+    Technique("bf16 weights", "9.1", "memory", "small updates vanish", "no copy in fp32",
               lambda job: changed(job, make_model=lambda: Classifier().to(torch.bfloat16)),
               ("bf16 weights, fp32 master",)),
     Technique("data parallelism, 4 ranks", "9.2, 9.3", "time", "4 devices; gradients travel",
@@ -236,27 +236,27 @@ TECHNIQUES = (
               _model(fused=True)),
     Technique("torch.compile", "9.4", "time", "compiling; again at new shapes", "short runs, changing shapes", None,
               ("compile", "compile, bucketed shapes")),
-    Technique("4 times the batch", "9.5", "time", "fewer updates; tune again", "where products take the time",
+    Technique("4 times the batch", "9.5", "time", "fewer updates; tune again", "steps that are mostly products",
               lambda job: changed(job, batch_size=4 * job.batch_size), ("larger batch",)),
     Technique("gradient accumulation", "9.6", "memory", "more, smaller operations", "BatchNorm; small batches",
               lambda job: changed(job, step=accumulating)),
-    Technique("checkpointing", "9.6", "memory", "forward twice", "where state is what fills the memory",
+    Technique("checkpointing", "9.6", "memory", "forward twice", "memory full of state",
               _model(checkpointing=True)),
     Technique("batches of similar length", "9.7", "both", "a little less random order", "texts of one length",
               lambda job: changed(job, make_batch=similar), ("length bucketing",)),
     Technique("loader workers", "9.7", "time", "memory for each", "cheap data sets", None),
-    Technique("head only, body frozen", "9.8", "both", "accuracy, on far tasks", "pretrained on something else",
+    Technique("head only, body frozen", "9.8", "both", "accuracy", "tasks far from the pretraining",
               lambda job: changed(job, make_model=head_only)),
-    Technique("a schedule", "9.9", "time", "its length beforehand", "at a small learning rate", None,
+    Technique("a schedule", "9.9", "time", "you must know its length", "a small learning rate", None,
               ("one-cycle schedule",)),
     Technique("selective backprop, half", "9.9", "both", "a forward pass more", "noisy labels; keeping over 2/3",
               lambda job: changed(job, step=choosing)),
-    Technique("quantization after training", "9.9", "memory", "accuracy below 8 bits", "training: nothing changes",
+    Technique("quantization after training", "9.9", "memory", "accuracy below 8 bits", "training: no faster",
               None),
-    Technique("pruning: half of each MLP", "9.9", "both", "accuracy; train again", "single zeros save nothing",
+    Technique("pruning: half of each MLP", "9.9", "both", "accuracy; train again", "single zeros: they save nothing",
               _model(hidden=2 * WIDTH)),
-    Technique("distillation: half the width", "9.9", "both", "a teacher", "labels for everything",
+    Technique("distillation: half the width", "9.9", "both", "a teacher", "labels for every sample",
               _loss(distilling_loss, make_model=Distilled)),
-    Technique("LoRA, rank 4", "9.9", "both", "may learn less", "where activations fill the memory",
+    Technique("LoRA, rank 4", "9.9", "both", "may learn less", "memory full of activations",
               lambda job: changed(job, make_model=adapted)),
 )  # fmt: skip
