@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from finetune_common import connect
 
-PATIENCE = 2.0  # seconds that a collective waits for a rank; the default is ten minutes or more
+PATIENCE = 2.0  # seconds, for the groups at the end of `lags`; all else waits 30 (see `connect` below)
 
 
 def all_reduce(group: dist.ProcessGroup | None = None) -> None:
@@ -44,7 +44,7 @@ def lags(rank: int) -> None:
         all_reduce()
         waited += time.perf_counter() - start
     report = {"waited": waited}
-    barrier = partial(dist.monitored_barrier, timeout=timedelta(seconds=PATIENCE))  # it does not ask its group
+    barrier = partial(dist.monitored_barrier, timeout=timedelta(seconds=PATIENCE))  # on rank 0, this one counts
     tries = {"all_reduce": (all_reduce, PATIENCE), "monitored_barrier": (barrier, PATIENCE)}
     for name, (collective, seconds) in {**tries, "patient": (all_reduce, 60.0)}.items():
         group = dist.new_group(timeout=timedelta(seconds=seconds))
