@@ -88,7 +88,9 @@ def test_the_readme_shows_the_gpu_in_its_headline_and_its_ladders(made_up):
     assert (
         "5.0 times (2.2 to 2.8) as fast as strict fp32 with the rung *compile* (NVIDIA X1, 2031-02-03, noisy)" in made
     )
-    assert "3.85 times as fast on AMD EPYC" in made and made.startswith("![Bar chart of a ladder.")
+    climbed = [row for row in results.recorded("ladder-vit") if row["machine"].startswith("AMD EPYC")]
+    best = max(row["speedup"] for row in climbed if row.get("trains") and not row["apart"])
+    assert f"{best:.2f} times as fast on AMD EPYC" in made and made.startswith("![Bar chart of a ladder.")
 
 
 @pytest.mark.parametrize(
