@@ -55,21 +55,23 @@ def measured(path):
     return nbformat.read(path, as_version=4).cells[2].outputs[0].data["text/plain"]
 
 
-def test_a_page_names_one_machine(tmp_path):
+@pytest.mark.parametrize("here, there", [("device: cpu (B)", "device: cpu (A)"), ("hardware for dtypes: AVX2",) * 2])
+def test_a_page_names_one_machine(tmp_path, here, there):
     clock = "measured('time', time.perf_counter())"
-    cells = ["import time\nfrom speedlab.display import measured\nmeasured('device', 'cpu (B)')", clock, clock]
+    stamp = f"Table(('this machine', 'found'), ({tuple(here.split(': '))!r},), stamp=True)"
+    cells = [f"import time\nfrom speedlab.display import Table, measured\n{stamp}", clock, clock]
     path = written(tmp_path / "trial.ipynb", cells)
     tool.refresh(path)
     page = nbformat.read(path, as_version=4)
     for output in page.cells[1].outputs:
-        output.data["text/plain"] = "[measured] device: cpu (A)"
+        output.data["text/plain"] = f"[measured] {there}".replace("AVX2", "AVX512-BF16, AVX2")
     nbformat.write(page, path)
     first = measured(path)
     tool.refresh(path)
     assert measured(path) == first, "no code has changed: another machine's page stays as it is"
     tool.refresh(written(path, [*cells[:2], clock + "  # changed"]))
     assert measured(path) != first, "its last clock is this machine's now, and so must be the others"
-    assert "(B)" in nbformat.read(path, as_version=4).cells[1].outputs[0].data["text/plain"]
+    assert nbformat.read(path, as_version=4).cells[1].outputs[0].data["text/plain"] == f"[measured] {here}"
 
 
 def test_a_second_refresh_changes_nothing(tmp_path):
@@ -122,6 +124,19 @@ def test_a_page_recorded_on_a_busy_machine_is_marked_and_recorded_again(tmp_path
     others[0] = 0.0
     assert tool.refresh(path)[1:] == (2, True) and measured(path) != old
     assert nbformat.read(path, as_version=4).metadata["recorded"]["quiet"]
+
+
+def test_a_machine_that_lacks_what_a_page_shows_stores_what_is_compared_and_keeps_the_clocks(tmp_path):
+    path = written(tmp_path / "trial.ipynb", CELLS)
+    tool.refresh(path)
+    old, recorded = measured(path), nbformat.read(path, as_version=4).metadata["recorded"]
+    tool.refresh(written(path, [CELLS[0].replace("2", "3"), CELLS[1], "print('exact:', 21 * 3)"]), keep=True)
+    page = nbformat.read(path, as_version=4)
+    assert measured(path) == old and page.cells[3].outputs[0].text == "exact: 63\n"
+    assert page.metadata["recorded"] == recorded
+    tool.refresh(written(path, [CELLS[0], CELLS[1].replace("'time'", "'seconds'"), CELLS[2]]), keep=True)
+    assert "[measured] seconds" in measured(path), "a new label needs a new value"
+    assert not nbformat.read(path, as_version=4).metadata["recorded"]["quiet"], "which stands beside older ones"
 
 
 def test_a_product_that_slows_down_tells_a_noisy_host(tmp_path):

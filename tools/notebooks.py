@@ -160,11 +160,11 @@ def keep_outputs(old: nbformat.NotebookNode, new: nbformat.NotebookNode, quiet: 
     was_quiet = old.metadata.get(RECORDED, {}).get("quiet", False)
     known = [(before[cell.id], cell) for cell in new.cells if cell.id in before]
     same_code = [was.metadata.get(MADE_BY) == cell.metadata[MADE_BY] for was, cell in known]
-    clocked = [_clocked(cell.outputs) for _, cell in known]
-    anew = any(timed and not same for timed, same in zip(clocked, same_code, strict=True))
-    trusted = was_quiet and not (anew and _device(old) != _device(new))
+    shows_clock = [clocked(cell.outputs) for _, cell in known]
+    anew = any(timed and not same for timed, same in zip(shows_clock, same_code, strict=True))
+    trusted = was_quiet and not (anew and _machine(old) != _machine(new))
     kept = 0
-    for (was, cell), same, timed in zip(known, same_code, clocked, strict=True):
+    for (was, cell), same, timed in zip(known, same_code, shows_clock, strict=True):
         # equal outputs may still differ in what is not compared: an output that gained a picture is stored anew
         same_kinds = [set(o.get("data", ())) for o in was.outputs] == [set(o.get("data", ())) for o in cell.outputs]
         valid = same and (trusted or not timed)
@@ -175,13 +175,14 @@ def keep_outputs(old: nbformat.NotebookNode, new: nbformat.NotebookNode, quiet: 
     return kept
 
 
-def _device(notebook: nbformat.NotebookNode) -> str:
-    """The device that a page was recorded on, as its first cell describes it; '' where none does."""
+def _machine(notebook: nbformat.NotebookNode) -> list[str]:
+    """The device that a page was recorded on and its instruction sets, as its first cell gives them; [] without."""
     texts = (o.get("data", {}).get("text/plain", "") for c in notebook.cells for o in c.get("outputs", ()))
-    return next((found[0] for text in texts if (found := re.search(r"\[measured\] device: .*", text))), "")
+    lines = (re.findall(r"\[measured\] (?:device|hardware for dtypes): .*", text) for text in texts)
+    return next(filter(None, lines), [])
 
 
-def _clocked(outputs: list) -> bool:
+def clocked(outputs: list) -> bool:
     """Whether a cell shows what a clock said: its display is marked so, or its picture is."""
     return any(MEASURED in o.get("data", {}) or "measured" in json.dumps(o.get("metadata", {})) for o in outputs)
 

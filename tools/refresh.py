@@ -4,9 +4,10 @@ A refresh without a change of code is an empty diff. From the first code cell th
 the notebook uses has changed, outputs are stored anew: a measured value may be what the old code measured.
 Measured values are stored from a quiet machine only. On a busy one, old ones stay, and the page is marked as noisy
 where it has none: a later refresh on a quiet machine replaces them.
-Usage: python tools/refresh.py [--noisy] [--wait SECONDS] [--all | notebook or folder ...]
+Usage: python tools/refresh.py [--noisy | --keep] [--wait SECONDS] [--all | notebook or folder ...]
 Without names, the notebooks that git sees as changed, and those with a cell that was never run, are refreshed.
---noisy stores measured values whatever else the machine does, and marks the page.
+--noisy stores measured values whatever else the machine does, and marks the page. --keep stores none where old ones
+stand: for a machine that lacks what the page shows, such as hardware for bf16, or for the figures of results/ alone.
 """
 
 import argparse
@@ -23,7 +24,7 @@ import nbformat
 import psutil
 import readme
 from nbclient.exceptions import CellExecutionError
-from notebooks import RECORDED, ROOT, Watch, execute, find, keep_outputs, write
+from notebooks import RECORDED, ROOT, Watch, clocked, execute, find, keep_outputs, write
 from tqdm import tqdm
 
 from speedlab import machine
@@ -93,10 +94,10 @@ def wait_until_quiet(patience: float) -> bool:
             told = True
 
 
-def refresh(path: Path, noisy: bool = False, patience: float = 60.0) -> tuple[bool, int, bool]:
+def refresh(path: Path, noisy: bool = False, patience: float = 60.0, keep: bool = False) -> tuple[bool, int, bool]:
     """Re-execute one notebook in place; return whether its file changed, how many outputs were kept, and quiet."""
     old = nbformat.read(path, as_version=4)
-    calm = noisy or wait_until_quiet(patience)
+    calm = noisy or (not keep and wait_until_quiet(patience))
     before = moment(product=True)
     watch = Watch()
     watch.start()
@@ -107,7 +108,12 @@ def refresh(path: Path, noisy: bool = False, patience: float = 60.0) -> tuple[bo
     drift = max(product, before.product) / min(product, before.product)
     quiet = calm and not noisy and others <= _OTHERS and drift <= _DRIFT
     kept = keep_outputs(old, new, quiet=quiet or noisy)
-    if kept < sum(c.cell_type == "code" for c in new.cells) or RECORDED not in old.metadata:
+    if keep and RECORDED in old.metadata:
+        stood = {cell.id: cell.get("outputs") for cell in old.cells}
+        mixed = any(clocked(c.get("outputs", ())) and c.outputs != stood.get(c.id) for c in new.cells)
+        # A clock had to be stored, beside those of another day or machine: a later refresh records all of them.
+        new.metadata[RECORDED] = {**old.metadata[RECORDED], **({"quiet": False} if mixed else {})}
+    elif kept < sum(c.cell_type == "code" for c in new.cells) or RECORDED not in old.metadata:
         new.metadata[RECORDED] = {
             "busy": round(others, 2),
             "peak_bytes": round(watch.peak, -7),
@@ -138,6 +144,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*", help="notebooks or folders; without, what git sees as changed")
     parser.add_argument("--all", action="store_true", help="every notebook of the course")
     parser.add_argument("--noisy", action="store_true", help="store measured values from a busy machine, marked so")
+    parser.add_argument("--keep", action="store_true", help="keep every measured value that stands")
     parser.add_argument("--wait", type=float, default=60.0, help="seconds to wait for a quiet machine (60)")
     given = parser.parse_args()
     paths = find() if given.all else find(given.names) if given.names else changed()
@@ -150,7 +157,7 @@ def main() -> None:
             bar.set_postfix_str(path.stem)
             start = time.perf_counter()
             try:
-                differs, kept, quiet = refresh(path, given.noisy, given.wait)
+                differs, kept, quiet = refresh(path, given.noisy, given.wait, given.keep)
             except CellExecutionError as error:
                 failed.append(path)
                 bar.write(f"failed, left as it was: {path.relative_to(ROOT)}\n{error}")
