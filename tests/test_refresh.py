@@ -55,7 +55,10 @@ def measured(path):
     return nbformat.read(path, as_version=4).cells[2].outputs[0].data["text/plain"]
 
 
-@pytest.mark.parametrize("here, there", [("device: cpu (B)", "device: cpu (A)"), ("hardware for dtypes: AVX2",) * 2])
+@pytest.mark.parametrize(
+    "here, there",
+    [("device: cpu (B)", "device: cpu (A)"), ("hardware for dtypes: AVX2", "hardware for dtypes: AVX512-BF16, AVX2")],
+)
 def test_a_page_names_one_machine(tmp_path, here, there):
     clock = "measured('time', time.perf_counter())"
     stamp = f"Table(('this machine', 'found'), ({tuple(here.split(': '))!r},), stamp=True)"
@@ -64,14 +67,14 @@ def test_a_page_names_one_machine(tmp_path, here, there):
     tool.refresh(path)
     page = nbformat.read(path, as_version=4)
     for output in page.cells[1].outputs:
-        output.data["text/plain"] = f"[measured] {there}".replace("AVX2", "AVX512-BF16, AVX2")
+        output.data["text/plain"] = output.data["text/plain"].replace(here, there)
     nbformat.write(page, path)
     first = measured(path)
     tool.refresh(path)
     assert measured(path) == first, "no code has changed: another machine's page stays as it is"
     tool.refresh(written(path, [*cells[:2], clock + "  # changed"]))
     assert measured(path) != first, "its last clock is this machine's now, and so must be the others"
-    assert nbformat.read(path, as_version=4).cells[1].outputs[0].data["text/plain"] == f"[measured] {here}"
+    assert nbformat.read(path, as_version=4).cells[1].outputs[0].data["text/plain"].endswith(here)
 
 
 def test_a_second_refresh_changes_nothing(tmp_path):
