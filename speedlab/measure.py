@@ -20,7 +20,7 @@ from speedlab.display import Table, Tabular, seconds_text, table
 # A sample lasts at least this long, so that reading the clock (under a microsecond) is lost in it.
 _SAMPLE_SECONDS = 5e-3
 _PATIENCE_SECONDS = 5.0
-_CONFIDENCE = 0.95
+_CONFIDENCE, _LEAST_CONFIDENCE = 0.95, 0.9
 # With five pairs even the widest interval, from the smallest to the largest, has only 94%.
 _FEWEST = 6
 # Two variants whose interval lies this close to 1 are the same for every purpose of this course.
@@ -54,7 +54,12 @@ class Ratio:
 
     @property
     def verdict(self) -> str:
-        """`faster` or `slower` where the interval leaves out 1, `same` where it lies within 5% of 1, else `noisy`."""
+        """`faster` or `slower` where the interval leaves out 1, `same` where it lies within 5% of 1, else `noisy`.
+
+        An interval that misses the median more often than one time in ten says nothing: it is `noisy` too.
+        """
+        if self.confidence < _LEAST_CONFIDENCE:
+            return "noisy"
         if self.low >= 1 / (1 + _SAME) and self.high <= 1 + _SAME:
             return "same"
         return "faster" if self.low > 1 else "slower" if self.high < 1 else "noisy"
@@ -119,8 +124,9 @@ def compare(
     the ratio of two medians. Every other round runs in reverse order: on a machine that slows down, what always came
     later would look slower than it is. Each variant is called once to warm up. After `min_rounds` rounds, and each
     time their number has doubled, the ratios are looked at: sampling ends once each is clearly faster, slower or the
-    same within 5%, or when `seconds`, the budget over all variants, is spent (SPEEDLAB_SECONDS in the environment
-    lowers it). A sentence in place of a function is the reason why this machine leaves that variant out.
+    same within 5%, or when `seconds`, the budget over all variants, is spent. SPEEDLAB_SECONDS in the environment
+    lowers the budget, and then any round may be the last, though too few are `noisy`: for runs whose clocks nobody
+    reads. A sentence in place of a function is the reason why this machine leaves that variant out.
     """
     names = tuple(variants)
     not_run = {name: step for name, step in variants.items() if isinstance(step, str)}
@@ -131,7 +137,8 @@ def compare(
         raise ValueError(f"min_rounds={min_rounds} and seconds={seconds} must both be positive.")
     if len(names) > 1 and min(min_rounds, max_rounds) < _FEWEST:
         raise ValueError(f"A 95% interval needs {_FEWEST} rounds at least; make min_rounds and max_rounds as many.")
-    seconds = min(seconds, float(os.environ.get("SPEEDLAB_SECONDS", "inf")))
+    brief = os.environ.get("SPEEDLAB_SECONDS")
+    seconds, fewest = min(seconds, float(brief or "inf")), 1 if brief else min_rounds
     clock = machine.synchronised_clock(machine.device())
     repeats = {name: _repeats(step, clock) for name, step in variants.items()}
     samples: dict[str, list[float]] = {name: [] for name in variants}
@@ -145,7 +152,7 @@ def compare(
             for name, step in list(variants.items())[:: 1 if done % 2 else -1]:
                 samples[name].append(sample(step, repeats[name], clock))
             bar.update()
-            spent = done == max_rounds or (done >= min_rounds and clock() - begin > seconds)
+            spent = done == max_rounds or (done >= fewest and clock() - begin > seconds)
             if done == next_look or spent:
                 ratios, looks, next_look = _look(samples, looks), looks + 1, 2 * next_look
                 if spent or (ratios and all(ratio.verdict != "noisy" for ratio in ratios.values())):
@@ -183,7 +190,8 @@ def _look(samples: dict[str, list[float]], looks: int) -> dict[str, Ratio]:
     spent = first + left * (1 - 1 / 2**looks) if looks else first
     baseline, *others = samples
     pairs = {name: [a / b for a, b in zip(samples[baseline], samples[name], strict=True)] for name in others}
-    return {name: replace(ratio(values, 1 - error), confidence=1 - spent) for name, values in pairs.items()}
+    found = {name: ratio(values, 1 - error) for name, values in pairs.items()}
+    return {name: replace(one, confidence=min(one.confidence, 1 - spent)) for name, one in found.items()}
 
 
 def _factor(value: float) -> str:

@@ -120,8 +120,15 @@ def test_budget_ends_the_rounds(fake_clock):
 
 def test_a_run_whose_clocks_nobody_reads_samples_as_briefly_as_it_may(fake_clock, monkeypatch):
     monkeypatch.setenv(*next(iter(BRIEF.items())))
-    result = measure.compare({"a": fake_clock(1.0), "b": fake_clock(1.0)}, seconds=100)
-    assert len(result.timings["a"].samples) == 6
+    result = measure.compare({"a": fake_clock(1.0), "b": fake_clock(0.1)}, seconds=100)
+    assert len(result.timings["a"].samples) == 1
+    assert result.ratios["b"].verdict == "noisy", "one pair tells nothing, however far apart it is"
+    quick = measure.compare({"a": fake_clock(1e-3), "b": fake_clock(1e-4)}, seconds=100)
+    assert quick.ratios["b"].verdict == "faster", "what is quick is sampled until it is clear"
+
+
+def test_pairs_that_are_too_few_for_a_verdict_get_none():
+    assert [measure.ratio([2.0] * n).verdict for n in (1, 4, 5)] == ["noisy", "noisy", "faster"]
 
 
 def test_six_pairs_make_a_95_percent_interval(fake_clock):

@@ -20,7 +20,7 @@ import tempfile
 from pathlib import Path
 
 COMMANDS = {"lab": "-m jupyterlab --config=tools/lab/config.py", "test": "-m pytest --nbval", "run": ""}
-ROOT = Path(__file__).resolve().parents[1]
+ROOT, VERSION = Path(__file__).resolve().parents[1], sys.version_info
 VENV, BIN = ROOT / ".venv", "Scripts" if os.name == "nt" else "bin"
 PYTHON = str(VENV / BIN / "python") + (".exe" if os.name == "nt" else "")
 LIBRARY = "Lib/site-packages" if os.name == "nt" else "lib/python3.*/site-packages"
@@ -30,7 +30,7 @@ ASKED = os.environ.get("TORCH_BACKEND", "")
 SENTENCES = {  # by what a failed step said
     "no space left|os error (28|112)|quota exceeded": "The disk is full: free 8 GB (`uv cache clean` frees some)",
     "certificate": "A certificate was not accepted: point SSL_CERT_FILE and PIP_CERT at your organisation's file",
-    "no interpreter|python-build": "The course needs Python 3.11 or newer, which was not found: install Python 3.12",
+    "no interpreter|python-build": "The course needs Python 3.11 to 3.14, which was not found: install Python 3.12",
     "download.pytorch.org": "PyTorch's own index cannot be reached: go online, or set TORCH_BACKEND=registry",
     "connect|dns error|sending request|timed out|proxy|distribution found for uv": "The package registry cannot be "
     "reached: go online (a proxy goes into HTTPS_PROXY, a mirror into PIP_INDEX_URL and UV_DEFAULT_INDEX)",
@@ -100,8 +100,8 @@ def make(venv, work):
         need(step(sys.executable, "-m", "venv", work / "uv"))
         need(step(work / "uv" / BIN / "python", "-m", "pip", "install", "--retries", "1", "-c", LOCK, "uv"))
         uv = work / "uv" / BIN / "uv"
-    # This Python, or the one below the .venv that it stands in; beside an old Python, uv finds or downloads another.
-    python = getattr(sys, "_base_executable", sys.executable) if sys.version_info >= (3, 11) else ">=3.11,<3.14"
+    # This Python, or the one below the .venv that it stands in; beside an old or new one, uv finds another.
+    python = getattr(sys, "_base_executable", sys.executable) if (3, 11) <= VERSION < (3, 15) else ">=3.11,<3.14"
     need(step(uv, "venv", "--relocatable", "--no-project", "--prompt", "speedlab", "--python", python, venv))
     backend = install([uv, "pip", "install", "--python", venv], work)
     [library] = venv.glob(LIBRARY)

@@ -106,9 +106,10 @@ def results_page() -> str:
         "",
         "Made by `python tools/readme.py` from the files in this folder, which `python -m benchmarks` writes. The "
         "factors in brackets are what the ladder's head names: an interval of the paired speed-ups, or their middle "
-        "half, which is narrower; on the ladder to an accuracy they show how three seeds differ, not the clock. The "
-        "share is of the machine's bf16 product where bf16 is fast, for fp32 rungs too, and padding counts as no "
-        "work. A single number for memory is the prediction: a CPU measures none. A run is marked as noisy where "
+        "half, which is narrower; on the ladder to an accuracy they show how three seeds differ, not the clock. "
+        "Compare rungs by the factors, which are of pairs timed in turns: what is per second is of its own moment. "
+        "The share is of the machine's bf16 product where bf16 is fast, for fp32 rungs too, and padding counts as "
+        "no work. A single number for memory is the prediction: a CPU measures none. A run is marked as noisy where "
         "other work took more than half the cores, or where one rate of a matrix product, before or after the run, "
         "was more than 1.15 times the other.",
     ]

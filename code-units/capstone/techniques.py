@@ -84,7 +84,7 @@ def padded(size: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def similar(size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The average batch when texts of similar length share one: half of the mean and the longest."""
+    """The average batch when texts of similar length share one: the mean of the shortest and the longest."""
     return torch.randint(1, 1000, (size, (6 + LENGTH) // 2)), torch.arange(size) % 4
 
 
@@ -221,7 +221,7 @@ TECHNIQUES = (
               lambda job: changed(job, step=usual), ("no host syncs",)),
     Technique("fused optimizer", "9.0", "time", "none", "steps that are mostly products",
               lambda job: changed(job, make_optimizer=fused_adam), ("fused optimizer",)),
-    Technique("bf16 autocast", "9.1", "both", "numbers of three digits", "hardware without bf16; small batches",
+    Technique("bf16 autocast", "9.1", "both", "numbers of under three digits", "hardware without bf16; small batches",
               _loss(autocast_loss),
               ("bf16 autocast",)),
     Technique("bf16 weights", "9.1", "memory", "small updates vanish", "no copy in fp32",

@@ -143,7 +143,7 @@ def from_transformers(model, arguments, batch: dict, loader: Iterable | None = N
 
 def load(place: str) -> Job:
     """The job that `file.py:function` builds; the function takes no arguments and returns a Job."""
-    name, _, function = place.partition(":")
+    name, _, function = place.rpartition(":")  # the last colon: on Windows, a path may hold another
     path = Path(name)
     if not function or path.suffix != ".py":
         raise DiagnoseError(f"{place!r} names no function. Give file.py:build, where build() returns a Job.")
