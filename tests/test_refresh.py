@@ -110,10 +110,11 @@ def test_a_busy_machine_stores_no_clock_over_an_old_one(tmp_path, others):
     others[0] = 1.3
     assert tool.refresh(path) == (False, 3, False) and path.read_bytes() == old
     written(path, [CELLS[0].replace("2", "3"), *CELLS[1:]])
-    tool.refresh(path)
+    assert tool.refresh(path) == (True, 1, False), "what no clock said is stored"
+    assert nbformat.read(path, as_version=4).metadata == nbformat.reads(old.decode(), 4).metadata
     assert nbformat.read(path, as_version=4).cells[2].outputs == nbformat.reads(old.decode(), 4).cells[2].outputs
     others[0] = 0.0
-    assert tool.refresh(path)[1:] == (0, True), "the changed code's clock is stored once the machine is quiet"
+    assert tool.refresh(path)[1:] == (2, True), "the changed code's clock is stored once the machine is quiet"
 
 
 def test_a_page_recorded_on_a_busy_machine_is_marked_and_recorded_again(tmp_path, others):

@@ -153,7 +153,8 @@ def claims_in(outputs: list) -> int:
 def keep_outputs(old: nbformat.NotebookNode, new: nbformat.NotebookNode, quiet: bool = True) -> int:
     """Put back each old output that equals the new one and need not be recorded again; return how many.
 
-    It need not where the same code made it on a quiet machine; and it must not where the machine is busy now.
+    It need not where the same code made it, a clock's on a quiet machine; and a clock's must not where the machine
+    is busy now.
     A page names one machine: if one clock is stored anew and the old ones are another machine's, all are.
     """
     before = {cell.id: cell for cell in old.cells if cell.cell_type == "code"}
@@ -168,7 +169,7 @@ def keep_outputs(old: nbformat.NotebookNode, new: nbformat.NotebookNode, quiet: 
         # equal outputs may still differ in what is not compared: an output that gained a picture is stored anew
         same_kinds = [set(o.get("data", ())) for o in was.outputs] == [set(o.get("data", ())) for o in cell.outputs]
         valid = same and (trusted or not timed)
-        if (valid or not quiet) and same_kinds and same_outputs(was.outputs, cell.outputs):
+        if (valid or (timed and not quiet)) and same_kinds and same_outputs(was.outputs, cell.outputs):
             cell.outputs = was.outputs
             cell.metadata[MADE_BY] = was.metadata.get(MADE_BY, "")
             kept += 1

@@ -108,11 +108,11 @@ def refresh(path: Path, noisy: bool = False, patience: float = 60.0, keep: bool 
     drift = max(product, before.product) / min(product, before.product)
     quiet = calm and not noisy and others <= _OTHERS and drift <= _DRIFT
     kept = keep_outputs(old, new, quiet=quiet or noisy)
-    if keep and RECORDED in old.metadata:
-        stood = {cell.id: cell.get("outputs") for cell in old.cells}
-        mixed = any(clocked(c.get("outputs", ())) and c.outputs != stood.get(c.id) for c in new.cells)
-        # A clock had to be stored, beside those of another day or machine: a later refresh records all of them.
-        new.metadata[RECORDED] = {**old.metadata[RECORDED], **({"quiet": False} if mixed else {})}
+    stood = {cell.id: cell.get("outputs") for cell in old.cells}
+    clocks_anew = any(clocked(c.get("outputs", ())) and c.outputs != stood.get(c.id) for c in new.cells)
+    if RECORDED in old.metadata and (keep or not (quiet or noisy or clocks_anew)):
+        # A clock that had to be stored stands beside those of another day or machine: all are to be recorded again.
+        new.metadata[RECORDED] = {**old.metadata[RECORDED], **({"quiet": False} if clocks_anew else {})}
     elif kept < sum(c.cell_type == "code" for c in new.cells) or RECORDED not in old.metadata:
         new.metadata[RECORDED] = {
             "busy": round(others, 2),

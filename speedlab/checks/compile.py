@@ -148,7 +148,8 @@ def _drawn_chains() -> Iterator[tuple[str, Case]]:
         shapes, chain = {"x": (rows, width), "u": (width,), "v": (width,)}, []
         for i in range(draw.randint(2, 6)):
             before = f"r{i - 1}" if i else draw.choice(inputs)
-            chain.append((f"r{i}", draw.choice(["add", "sub", "mul"]), [before, draw.choice(inputs)]))
+            other = draw.choice([name for name in inputs if name != before])  # is x read twice in x - x? Nobody asks
+            chain.append((f"r{i}", draw.choice(["add", "sub", "mul"]), [before, other]))
         yield f"A chain drawn at random, {chain}", (chain, shapes, {f"r{i}", f"r{turn % (i + 1)}"})
 
 
