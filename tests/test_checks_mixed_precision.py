@@ -586,6 +586,12 @@ WRONG_LOST = {
         if eps < torch.finfo(g.dtype).smallest_normal * torch.finfo(g.dtype).eps else 0,
         "eps=4e-08", "Adam loses 0",
     ),
+    "the move in the format": (
+        lambda g, eps, beta2: int(
+            (~(g / (stored_v(g, beta2).sqrt() + torch.tensor(eps, dtype=g.dtype))).isfinite()).sum()
+        ),
+        "A long move is finite too",
+    ),
     "runs Adam": (lambda g, eps, beta2: int(checks.first_adam_step(g, eps, beta2).isnan().sum()), "an optimizer"),
     "runs Adam as a function": (through_the_function, "an optimizer"),
     "nan": (lambda g, eps, beta2: math.nan, "is nan"),

@@ -625,6 +625,8 @@ def _why_not_lost(got: float, gradients: torch.Tensor, eps: float, beta2: float)
             "A gradient of exactly zero counts too: 0 / 0 is nan.": int((stored & ~zeros).sum()),
             "Not only zero gradients: v is (1 - beta2) g², and rounds to zero far sooner.": int(zeros.sum()),
         }
+    move = gradients / (((1 - beta2) * squares).to(dtype).sqrt() + torch.tensor(eps, dtype=dtype))
+    hints["A long move is finite too: count the divisions by zero."] = int((~move.isfinite()).sum())
     rounding = (
         "Round as the optimizer's state does: v = (1 - beta2) * g² and eps, each in the dtype of the gradients."
     )
