@@ -54,15 +54,11 @@ class Ratio:
 
     @property
     def verdict(self) -> str:
-        """`faster` or `slower` where the interval leaves out 1, `same` where it lies within 5% of 1, else `noisy`.
-
-        An interval that misses the median more often than one time in ten says nothing: it is `noisy` too.
-        """
-        if self.confidence < _LEAST_CONFIDENCE:
-            return "noisy"
-        if self.low >= 1 / (1 + _SAME) and self.high <= 1 + _SAME:
+        """`same` where the interval is within 5% of 1, else `faster` or `slower` where it leaves out 1; or `noisy`."""
+        sure = self.confidence >= _LEAST_CONFIDENCE
+        if sure and self.low >= 1 / (1 + _SAME) and self.high <= 1 + _SAME:
             return "same"
-        return "faster" if self.low > 1 else "slower" if self.high < 1 else "noisy"
+        return "faster" if sure and self.low > 1 else "slower" if sure and self.high < 1 else "noisy"
 
     def __str__(self) -> str:
         """`2.1x faster (1.92x to 2.3x)`, `1.32x slower (…)`, `the same within 5%` or `too noisy to tell (…)`."""
@@ -103,10 +99,7 @@ class Comparison(Tabular):
 
 
 def time_step(step: Callable[[], object], seconds: float = 2.0, min_samples: int = 5) -> Timing:
-    """Time one step on its own: warm-up, device synchronisation, median and quartiles.
-
-    `seconds` is the budget; at least `min_samples` samples are taken whatever they cost.
-    """
+    """Time one step on its own, warmed up, for `seconds` and at least `min_samples` samples: median and quartiles."""
     return compare({"step": step}, seconds=seconds, min_rounds=min_samples).timings["step"]
 
 
@@ -124,9 +117,8 @@ def compare(
     the ratio of two medians. Every other round runs in reverse order: on a machine that slows down, what always came
     later would look slower than it is. Each variant is called once to warm up. After `min_rounds` rounds, and each
     time their number has doubled, the ratios are looked at: sampling ends once each is clearly faster, slower or the
-    same within 5%, or when `seconds`, the budget over all variants, is spent. SPEEDLAB_SECONDS in the environment
-    lowers the budget, and then any round may be the last, though too few are `noisy`: for runs whose clocks nobody
-    reads. A sentence in place of a function is the reason why this machine leaves that variant out.
+    same within 5%, or when `seconds`, the budget over all variants, is spent (SPEEDLAB_SECONDS in the environment
+    lowers it, and lets any round be the last). A sentence in place of a function is why this machine leaves it out.
     """
     names = tuple(variants)
     not_run = {name: step for name, step in variants.items() if isinstance(step, str)}

@@ -108,8 +108,8 @@ def refresh(path: Path, noisy: bool = False, patience: float = 60.0, keep: bool 
     drift = max(product, before.product) / min(product, before.product)
     quiet = calm and not noisy and others <= _OTHERS and drift <= _DRIFT
     kept = keep_outputs(old, new, quiet=quiet or noisy)
-    stood = {cell.id: cell.get("outputs") for cell in old.cells}
-    clocks_anew = any(clocked(c.get("outputs", ())) and c.outputs != stood.get(c.id) for c in new.cells)
+    stood, stand = ([o for c in page.cells for o in c.get("outputs", ()) if clocked([o])] for page in (old, new))
+    clocks_anew = any(clock not in stood for clock in stand)
     if RECORDED in old.metadata and (keep or not (quiet or noisy or clocks_anew)):
         # A clock that had to be stored stands beside those of another day or machine: all are to be recorded again.
         new.metadata[RECORDED] = {**old.metadata[RECORDED], **({"quiet": False} if clocks_anew else {})}
