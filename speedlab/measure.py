@@ -54,7 +54,7 @@ class Ratio:
 
     @property
     def verdict(self) -> str:
-        """`same` where the interval is within 5% of 1, else `faster` or `slower` where it leaves out 1; or `noisy`."""
+        """`same` with the interval within 5% of 1, else `faster` or `slower` where it leaves out 1; or `noisy`."""
         sure = self.confidence >= _LEAST_CONFIDENCE
         if sure and self.low >= 1 / (1 + _SAME) and self.high <= 1 + _SAME:
             return "same"
