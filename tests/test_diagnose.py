@@ -698,6 +698,11 @@ def test_a_climb_keeps_what_is_equal_and_faster(monkeypatch):
     assert lines[0] == "trying a fused optimizer"
 
 
+def test_a_path_may_hold_a_colon_as_on_windows(capsys):
+    assert main([r"C:\projects\my_training.py:build"]) == 1
+    assert r"There is no file C:\projects\my_training.py." in capsys.readouterr().err
+
+
 def test_the_command_line_writes_a_page_that_needs_no_network(tmp_path, capsys):
     script = tmp_path / "mine.py"
     script.write_text(
