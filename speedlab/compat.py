@@ -111,8 +111,9 @@ class _ProductsInFp32(TorchDispatchMode):
         return True
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        halves = [a.dtype for a in tree_leaves((args, kwargs)) if self._is_slow(a)]
-        if not halves or not self._PRODUCTS.search(func._schema.name):
+        product = self._PRODUCTS.search(func._schema.name)
+        halves = [a.dtype for a in tree_leaves((args, kwargs)) if self._is_slow(a)] if product else []
+        if not halves:
             return func(*args, **(kwargs or {}))
         args, kwargs = tree_map(lambda a: a.float() if self._is_slow(a) else a, (args, kwargs or {}))
         out = func(*args, **kwargs)

@@ -192,6 +192,8 @@ def predict_peak_memory(
         model, optimizer, step = build()
         tracker = MemTracker()
         tracker.track_external(model, optimizer)
+        # each operation would look through the peaks of all modules; here that of the whole counts
+        tracker.memory_tracking.values = tuple
         # a step may call the model several times; of all hooks, those that are registered first run first
         fresh = lambda module, _: tracker.reset_mod_stats() if module is model else None  # noqa: E731
         with nn.modules.module.register_module_forward_pre_hook(fresh), tracker:

@@ -3,12 +3,22 @@
 A test module is called test_checks_TOPIC, after the module of the checks, and names its notebook in NAME.
 """
 
+import gc
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 from notebook_answers import answers
 from notebooks import ROOT
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _what_exists_is_frozen() -> Iterator[None]:
+    """Each of the collections that tests ask for would look through all imported libraries, a third of a second."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from benchmarks import day, ladder, loop, race, record
 from benchmarks.day import Item
 from benchmarks.loop import MasterAdam, Rung, Settings
 from benchmarks.workloads import Workload, accuracy, text, vit
-from speedlab import results
+from speedlab import machine, results
 
 ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")
@@ -34,9 +34,10 @@ WHOLE = {
 
 @pytest.fixture(autouse=True)
 def a_quick_machine(monkeypatch):
-    """No measuring of peaks, no second thread to wait for, a race of two rounds, and no prediction of memory."""
+    """No measuring of peaks or load, no second thread to wait for, a race of two rounds, no prediction of memory."""
     monkeypatch.setattr(record, "products", lambda: {"fp32": 1e12})
     monkeypatch.setattr(race, "product_flops", lambda: 1e12)
+    monkeypatch.setattr(machine.psutil, "cpu_percent", lambda interval: 0.0)
     monkeypatch.setattr(race, "_SAMPLE_SECONDS", 0.0)
     monkeypatch.setattr(race, "_MIN_ROUNDS", 2)
     monkeypatch.setattr(Workload, "peak_memory", lambda self, settings: 1)

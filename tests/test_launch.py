@@ -78,10 +78,10 @@ def wait_for(condition, seconds: float = 60) -> bool:
     return condition()
 
 
-def test_ten_launches_leave_no_process_socket_folder_or_descriptor(script, tmp_path, temporary):
+def test_launch_after_launch_leaves_no_process_socket_folder_or_descriptor(script, tmp_path, temporary):
     task, pids, ports = script(REPORT), [], []
     children, descriptors = psutil.Process().children(), None
-    for number in range(10):
+    for number in range(4):
         got = launch.run(task, 2, tmp_path, "--number", number)
         for rank, text in enumerate(got.outputs):
             begins, report = text.splitlines()
@@ -93,7 +93,7 @@ def test_ten_launches_leave_no_process_socket_folder_or_descriptor(script, tmp_p
         assert got.errors == ("to the other stream\n",) * 2
         pids += started(tmp_path)
         descriptors = descriptors or psutil.Process().num_fds() if os.name == "posix" else None
-    assert len(set(pids)) >= 30, "two ranks and a launcher, each time"
+    assert len(set(pids)) >= 12, "two ranks and a launcher, each time"
     assert alive(pids) == []
     assert set(psutil.Process().children()) <= set(children)  # an older child may have ended meanwhile
     assert list(temporary.iterdir()) == []

@@ -3,7 +3,10 @@
 import ast
 import inspect
 import json
+import os
 import re
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import accelerate
@@ -88,9 +91,17 @@ def test_data_parallelism_is_right_on_unequal_shards():
     ],
 )
 def test_a_number_that_does_not_divide_gets_one_sentence(script, processes, arguments, sentence):
-    with pytest.raises(launch.LaunchError) as failed:
-        launch.run(FOLDER / script, processes, *arguments, timeout=200)
-    assert sentence in str(failed.value)
+    """Each rank says it before it waits for another, so one that believes in the others is enough."""
+    environment = {**os.environ, "RANK": "0", "WORLD_SIZE": str(processes)}
+    command = [sys.executable, FOLDER / script, *map(str, arguments)]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    assert ended.returncode == 1 and sentence in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_a_launch_on_a_wrong_number_of_processes_quotes_the_sentence():
+    with pytest.raises(launch.LaunchError, match="start it on 2 processes, not on 1") as failed:
+        launch.run(FOLDER / "messages.py", 1, timeout=200)
     assert "Traceback" not in str(failed.value)
 
 

@@ -118,3 +118,20 @@ def test_what_a_gpu_would_do_is_refused_in_words_without_one(helpers):
     on_cpu = torch.zeros(8, 8)
     assert "GPU" in helpers["pruned"].sparse_product(on_cpu, on_cpu)
     assert "GPU" in helpers["quantized"].float8_product(on_cpu, on_cpu, lambda x: (x, x))
+
+
+def test_the_answer_beside_the_staircase_is_what_its_sliders_show(helpers):
+    cells = json.loads((FOLDER / "3-quantization.ipynb").read_text(encoding="utf-8"))["cells"]
+    sources = ["".join(cell["source"]) for cell in cells]
+    taught = {"torch": torch}
+    exec(next(text for text in sources if text.startswith("def quantize(")), taught)
+    torch.manual_seed(0)
+    row = (0.05 * torch.randn(64, 256))[5]
+
+    def lost(**moved) -> int:
+        said = helpers["quantized"].staircase(taught["quantize"], row, **moved)[1]
+        return int(re.search(r"(\d+)% of an ordinary row", said)[1])
+
+    outlier = next(o for o in (0.1, 0.5, 1.0, 2.0, 4.0, 8.0) if lost(bits=6, outlier=o, each_row=False) > 50)
+    bits = max(b for b in range(2, 9) if lost(bits=b, outlier=8.0, each_row=True) >= 25)
+    assert any(f"(From {outlier:g} on; from {bits} bits.)" in text for text in sources)

@@ -240,7 +240,7 @@ TECHNIQUES = (
               lambda job: changed(job, batch_size=4 * job.batch_size), ("larger batch",)),
     Technique("gradient accumulation", "9.6", "memory", "more, smaller operations", "BatchNorm; small batches",
               lambda job: changed(job, step=accumulating)),
-    Technique("checkpointing", "9.6", "memory", "forward twice", "memory full of state",
+    Technique("checkpointing", "9.6", "memory", "most of forward twice", "memory full of state",
               _model(checkpointing=True)),
     Technique("batches of similar length", "9.7", "both", "a little less random order", "texts of one length",
               lambda job: changed(job, make_batch=similar), ("length bucketing",)),

@@ -155,7 +155,6 @@ def _collector_held() -> Iterator[None]:
     """Keep Python from collecting garbage when it likes: tensors in a cycle then live as long in every run."""
     running = gc.isenabled()
     gc.disable()
-    gc.collect()
     gc.freeze()  # what exists need not be looked through at each collection
     try:
         yield
