@@ -473,6 +473,8 @@ MEND_MISTAKES = {
     "the wrong rank": ([], [("rank == 0", "rank == 1")], "save 0, 1, 0 times"),
     "nothing is saved": ([], [("save(model.module)", "save(None)")], "model.module"),
     "the wrapper is saved": ([], [("save(model.module)", "save(model)")], "`module.`"),
+    "a dict is saved": ([], [("save(model.module)", "save(model.module.state_dict())")], "OrderedDict"),
+    "a file name is saved": ([], [("save(model.module)", "save('model.pt')")], "given str"),
     "another model is saved": (
         [],
         [("save(model.module)", "save(" + FRESH.format("model.module") + ")")],

@@ -85,7 +85,7 @@ def test_every_library_that_lessons_import_is_installed_by_the_set_up():
 
 @pytest.mark.parametrize(
     ("present", "said"),
-    [({"torch": "2.10.0+cu126"}, ["torch 2.10.0+cu126 (tested from 2.11)"]), ({"torch": "2.11.0+cpu"}, [])],
+    [({"torch": "2.14.1+cu126"}, ["torch 2.14.1+cu126 (tested from 2.15)"]), ({"torch": "2.15.0+cpu"}, [])],
 )
 def test_an_older_pytorch_is_named(present, said):
     assert hosted_setup.too_old(REQUIREMENTS, present) == said
