@@ -182,8 +182,7 @@ def predict_peak_memory(
     `build()` returns a model, its optimizer and a function that does one training step; it is called under fake
     tensors, so it must create everything itself and must not look at values (`.item()`, data-dependent branches).
     Two steps are needed: the optimizer's state exists from the end of the first one on. A step may call the model
-    several times (gradient accumulation). The figure is what tensors occupy; a GPU's allocator reserves more.
-    Uses torch's FakeTensorMode and MemTracker.
+    several times (gradient accumulation). torch's MemTracker counts tensors; a GPU's allocator reserves more.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.distributed._tools.mem_tracker import MemTracker
@@ -192,8 +191,7 @@ def predict_peak_memory(
         model, optimizer, step = build()
         tracker = MemTracker()
         tracker.track_external(model, optimizer)
-        # each operation would look through the peaks of all modules; here that of the whole counts
-        tracker.memory_tracking.values = tuple
+        tracker.memory_tracking.values = tuple  # else each operation looks through the peaks of all modules
         # a step may call the model several times; of all hooks, those that are registered first run first
         fresh = lambda module, _: tracker.reset_mod_stats() if module is model else None  # noqa: E731
         with nn.modules.module.register_module_forward_pre_hook(fresh), tracker:

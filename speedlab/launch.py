@@ -55,9 +55,8 @@ def run(
 
     The processes see the machine's GPUs where there is one for each of them, and none otherwise: the script takes
     NCCL if `torch.cuda.is_available()`, else gloo. `environment` is added to theirs; `options` go to torchrun, such
-    as '--max-restarts=1'. After `timeout` seconds, or when you interrupt the call, all of them are ended. Raises
-    LaunchError, the traceback of the rank that failed first on top, and ValueError where there is no such script or a
-    number is not positive.
+    as '--max-restarts=1'. After `timeout` seconds, or at an interrupt, all of them are ended. Raises LaunchError, the
+    traceback of the rank that failed first on top, and ValueError for a missing script, or no positive number.
     """
     script = Path(script).resolve()
     if not script.is_file():
