@@ -151,6 +151,7 @@ def load(place: str) -> Job:
         raise DiagnoseError(f"There is no file {name}.")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(spec.name, module)  # Dynamo and pickle look a module up by its name
     sys.path.insert(0, str(path.parent.resolve()))
     try:
         with one_sentence(place):
