@@ -2,6 +2,7 @@
 
 import functools
 import sys
+import warnings
 from collections.abc import Iterator
 
 import torch
@@ -35,11 +36,13 @@ def measured(length: int, batch: int, dtype: str, session: Session, rows: list[d
         if session.on_gpu:
             torch.cuda.reset_peak_memory_stats()
             held = torch.cuda.memory_allocated()
-        try:
-            step(backend)
-        except RuntimeError as error:
-            lacking[backend] = first_line(error)
-            continue
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            try:
+                step(backend)
+            except RuntimeError as error:
+                lacking[backend] = reason(error, [str(one.message) for one in said])
+                continue
         ready[backend] = functools.partial(step, backend)
         peaks[backend] = torch.cuda.max_memory_allocated() - held if session.on_gpu else None
     result = measure.compare(ready, seconds=session.seconds)
@@ -53,6 +56,12 @@ def measured(length: int, batch: int, dtype: str, session: Session, rows: list[d
             "flops": operations, "found": f"{name}: {timing}, {result.ratios.get(name, 'baseline')}{memory}",
         })  # fmt: skip
     return answers
+
+
+def reason(error: RuntimeError, said: list[str]) -> str:
+    """Why a back end refused: it warns of that, and that others were left out; its error says nothing."""
+    telling = [text for text in said if "not used because" not in text and "runtime disabled" not in text]
+    return telling[0].split(" (Triggered internally")[0].strip() if telling else first_line(error)
 
 
 def items(session: Session) -> Iterator[Item]:

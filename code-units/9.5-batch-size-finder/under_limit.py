@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import psutil
 import torch
 
+from speedlab import machine
 from speedlab.data import models
 
 # What is small (Python's own objects, above all) comes from one heap with room to spare; what is large is taken from
@@ -154,12 +155,14 @@ def obey(order: dict) -> int:
     exec(compile(order["source"], "<notebook>", "exec"), names)
     gc.freeze()  # else each trial's collection looks through all that was imported, half a second's work
     # libraries, threads and the room on the heap are not the function's to pay for
-    model = models.vit("small", pretrained=False)
-    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
-    model(torch.randn(64, 3, 32, 32)).sum().backward()
+    model, device = models.vit("small", pretrained=False), machine.device()
+    optimizer = torch.optim.AdamW(model.to(device).parameters(), foreach=True)
+    model(torch.randn(64, 3, 32, 32, device=device)).sum().backward()
     optimizer.step()
     small = [bytes(60_000) for _ in range(ROOM // 60_000)]
     del model, optimizer, small
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what stays are the libraries' workspaces
     try:
         with limited(order["spare"], order["pretend"]):
             note("returned", names[order["name"]](note, *order["arguments"]))
