@@ -13,7 +13,7 @@ from benchmarks import day
 from benchmarks.day import Item, Session
 from benchmarks.memory import tiny_model
 
-_KEPT = ("cuda_runtime", "kernel", "gpu_memcpy", "gpu_memset")
+_KEPT = ("cuda_runtime", "cuda_driver", "kernel", "gpu_memcpy", "gpu_memset")
 
 
 def recorded(session: Session) -> list[dict]:

@@ -333,6 +333,24 @@ def test_a_technique_saves_no_more_than_its_rule_says(kind):
             assert saved <= most + 1e-12, (technique, device, saved, most)
 
 
+def test_on_an_nvidia_gpu_tf32_is_a_technique_and_convolutions_have_it_already():
+    gpu = replace(DEVICE, flops={"fp32": 1e12, "tf32": 4e12, "bf16": 8e12}, launch=0.0, bandwidth=float("inf"))
+    linear, convolution = nn.Linear(64, 64), nn.Conv2d(3, 8, 3)
+
+    def job(layer: nn.Module, *shape: int) -> Job:
+        batch = lambda n: torch.randn(n, *shape)  # noqa: E731
+        return Job(lambda: layer, batch, lambda m, b: m(b).sum(), lambda m: torch.optim.SGD(m.parameters(), 0.1))
+
+    products, images = (counts(job(*given), breaks=False) for given in ((linear, 64), (convolution, 3, 8, 8)))
+    tf32 = lambda found, device: next(a for a in advise(found, device) if a.technique == "TF32 products")  # noqa: E731
+    assert tf32(products, gpu).at_most == pytest.approx((4, 4)) and tf32(products, gpu).helps
+    assert tf32(products, DEVICE).at_most == (1, 1), "other devices have no such rate"
+    rounded = replace(gpu, tf32_convolutions=True)
+    assert tf32(images, gpu).at_most == pytest.approx((4, 4)) and tf32(images, rounded).at_most == (1, 1)
+    assert estimate(images, rounded).total == pytest.approx(estimate(images, gpu).total / 4)
+    assert estimate(products, rounded).total == estimate(products, gpu).total
+
+
 def test_backward_belongs_to_the_module_of_its_forward():
     """A product of two activations has two gradients, and they count where it does."""
     products: dict[str, list[str]] = {}

@@ -32,6 +32,8 @@ QUIET = {
     "TQDM_DISABLE": "1",
     # threads that wait for each other spin by default: beside one busy process, that takes ten times as long
     "OMP_WAIT_POLICY": "passive",
+    # stored outputs are a CPU's; `python -m benchmarks notebooks` runs every lesson with its claims on a GPU
+    "CUDA_VISIBLE_DEVICES": "",
 }
 # Where no clock is stored, a comparison samples only as long as it must, and a cold start leaves out the trial of the
 # processor's instructions: four seconds that find what the processor says.

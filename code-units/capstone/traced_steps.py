@@ -66,6 +66,12 @@ def operators(events: list[dict]) -> list[dict]:
     return [e for e in events if e["ph"] == "X" and e["cat"] == "cpu_op"]
 
 
+def timed(events: list[dict]) -> list[dict]:
+    """The events that the profiler's table has: operators, annotations and, with a GPU, calls of its driver."""
+    kinds = ("cpu_op", "user_annotation", "cuda_runtime", "cuda_driver")
+    return [e for e in events if e["ph"] == "X" and e["cat"] in kinds]
+
+
 def job(layers: int = 3, optimizer: type = torch.optim.SGD, **options) -> tuple:
     """A model, its optimizer and a batch."""
     torch.manual_seed(0)

@@ -28,7 +28,8 @@ LAUNCHES, MEMORY, COMPUTE, COMMUNICATION = "launching operations", "memory traff
 class Device:
     """What an estimate needs to know: seconds per operation and per Python call, bytes/s, FLOP/s by dtype.
 
-    `memory` is the limit in bytes that a step's peak must keep, where there is one.
+    `memory` is the limit in bytes that a step's peak must keep, where there is one. An NVIDIA GPU also has a rate for
+    "tf32", at which cuDNN computes convolutions of fp32 tensors unless told otherwise.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Device:
     call: float = 1e-7
     asynchronous: bool = True
     memory: int | None = None
+    tf32_convolutions: bool = False
 
     @classmethod
     def here(cls) -> "Device":
@@ -53,13 +55,20 @@ class Device:
             spent.append((clock() - start) / 200)
         rates = {name: machine.peak_flops(name) for name in ("fp32", "bf16", "fp16")}
         name, is_gpu = "this machine", where.type == "cuda"
-        return cls(name, min(spent), machine.copy_bandwidth(), rates, asynchronous=is_gpu)
+        if is_gpu:
+            before = torch.get_float32_matmul_precision()
+            torch.set_float32_matmul_precision("high")
+            rates["tf32"] = machine.peak_flops.__wrapped__("fp32")
+            torch.set_float32_matmul_precision(before)
+        rounded = is_gpu and torch.backends.cudnn.allow_tf32
+        return cls(name, min(spent), machine.copy_bandwidth(), rates, asynchronous=is_gpu, tf32_convolutions=rounded)
 
     def costs(self, operation: Operation) -> dict[str, float]:
         """The seconds that an operation would take if it waited for one thing alone."""
         if operation.collective:
             return {COMMUNICATION: self.launch + operation.bytes / 2 / self.link}
-        rate = self.flops.get(operation.dtype, self.flops["fp32"])
+        rounded = self.tf32_convolutions and operation.dtype == "fp32" and "convolution" in operation.name
+        rate = self.flops.get("tf32" if rounded else operation.dtype, self.flops["fp32"])
         return {LAUNCHES: self.launch, MEMORY: operation.bytes / self.bandwidth, COMPUTE: operation.flops / rate}
 
     def seconds(self, operation: Operation) -> float:
@@ -177,11 +186,16 @@ def _overlap(c: Counts, d: Device) -> float:
     )
 
 
-def _half(c: Counts, d: Device) -> float:
-    faster = d.flops.get("bf16", 0.0) > d.flops["fp32"]
-    products = [o for o in c.operations if faster and o.phase != OPTIMIZER and o.flops and o.dtype == "fp32"]
-    halves = [replace(o, dtype="bf16", bytes=o.bytes // 2) for o in products]
-    return sum(max(0.0, d.seconds(o) - d.seconds(half)) for o, half in zip(products, halves, strict=True))
+def _products_in(dtype: str, narrower: int) -> Callable[[Counts, Device], float]:
+    """What the fp32 products save in another format, with this factor fewer bytes."""
+
+    def saves(c: Counts, d: Device) -> float:
+        faster = d.flops.get(dtype, 0.0) > d.flops["fp32"]
+        products = [o for o in c.operations if faster and o.phase != OPTIMIZER and o.flops and o.dtype == "fp32"]
+        others = [replace(o, dtype=dtype, bytes=o.bytes // narrower) for o in products]
+        return sum(max(0.0, d.seconds(o) - d.seconds(other)) for o, other in zip(products, others, strict=True))
+
+    return saves
 
 
 def _attention(c: Counts) -> Callable[[Operation], bool]:
@@ -224,6 +238,7 @@ def _per_step_but_updates(c: Counts, d: Device) -> float:
     return _per_step(c, d) - estimate(c, d).by_phase.get(OPTIMIZER, 0.0)
 
 
+_half, _tf32 = _products_in("bf16", 2), _products_in("tf32", 1)
 # products stay calls of their own
 _fusion = _time_of(lambda o, d: not o.flops)
 # a kernel that wants the channels innermost converts what it reads and writes, which no counter sees
@@ -285,6 +300,8 @@ RULES = (
          _overlap),
     Rule("bf16 autocast", "9.1", "fewer digits; check that it still trains",
          _share(_half, "fp32 products, faster at half the width"), _half),
+    Rule("TF32 products", "9.1", "10 bits of mantissa in each factor",
+         _share(_tf32, "fp32 products, faster in TF32"), _tf32),
     Rule("scaled_dot_product_attention", "9.6", "no attention weights to look at; dropout draws otherwise",
          _share(_written_out, "scores written to memory"), _written_out),
     Rule("channels last", "9.8", "view becomes reshape; may lose with few channels",
