@@ -233,6 +233,7 @@ def main(parts: dict[str, Part], about: str, arguments: list[str] | None = None)
     others = OtherWork()
     print(machine.describe())  # which sleeps for a moment
     day = Day(session, options.out, options, others.cores())
+    gc.freeze()  # else each collection between samples looks through all that was imported, a third of a second
     try:
         whole = True
         for name in options.parts or parts:

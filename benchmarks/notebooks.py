@@ -1,7 +1,8 @@
 """Executes every notebook with its claims where there is no Jupyter: each in a process of its own, cell by cell.
 
 IPython's shell runs the cells without a kernel; it needs the packages ipython and ipywidgets, which can be carried as
-wheels. A claim that fails, or any other error, ends the notebook and is named; outputs are not compared.
+wheels. A claim that fails, or any other error, ends the notebook and is named; outputs are not compared. No clock
+counts here, so several run side by side where there are cores for them.
 """
 
 import functools
@@ -12,10 +13,12 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from benchmarks import day
 from benchmarks.day import Item, Session, first_line
+from speedlab import machine
 from speedlab.display import CLAIM
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -36,7 +39,8 @@ def measured(path: Path, session: Session, rows: list[dict]) -> list[dict]:
     if missing:
         return [{"task": task, "not_run": f"{' and '.join(missing)} cannot be imported here"}]
     asked = [sys.executable, "-m", "benchmarks.notebooks", "--child", str(path)]
-    quiet = {"TQDM_DISABLE": "1", "OMP_WAIT_POLICY": "passive", "MPLBACKEND": "agg"}
+    # two threads each, as when the pages were recorded
+    quiet = {"TQDM_DISABLE": "1", "OMP_WAIT_POLICY": "passive", "OMP_NUM_THREADS": "2", "MPLBACKEND": "agg"}
     try:
         ended = subprocess.run(asked, cwd=path.parent, env={**os.environ, **quiet}, capture_output=True, text=True,
                                timeout=_TIMEOUT)  # fmt: skip
@@ -83,14 +87,41 @@ def execute(path: Path) -> dict:
     return found
 
 
+def together(paths: list[Path], session: Session, rows: list[dict]) -> list[dict]:
+    """The rows of notebooks that run at the same time; one that breaks leaves the others alone."""
+
+    def row(path: Path) -> list[dict]:
+        try:
+            return measured(path, session, rows)
+        except RuntimeError as error:
+            task = f"notebook {path.parent.name}/{path.stem} on {session.device.type}"
+            return [{"task": task, "not_run": f"it failed with {first_line(error)}"}]
+
+    with ThreadPoolExecutor(len(paths)) as pool:
+        return [found for one in pool.map(row, paths) for found in one]
+
+
+def find_all() -> list[Path]:
+    """The lessons in their order, and then the solutions."""
+    found = [path for folder in ("code-units", "solutions") for path in sorted((ROOT / folder).rglob("*.ipynb"))]
+    return [path for path in found if ".ipynb_checkpoints" not in path.parts]
+
+
+def recorded_seconds(path: Path) -> float:
+    """What the notebook took when its page was recorded, at least 20 s."""
+    stored = json.loads(path.read_text(encoding="utf-8"))["metadata"].get("recorded", {})
+    return max(20, stored.get("seconds", 60))
+
+
 def items(session: Session) -> Iterator[Item]:
-    """An item per notebook, the lessons in their order and then the solutions."""
-    for folder in ("code-units", "solutions"):
-        for path in sorted((ROOT / folder).rglob("*.ipynb")):
-            if ".ipynb_checkpoints" not in path.parts:
-                stored = json.loads(path.read_text(encoding="utf-8"))["metadata"].get("recorded", {})
-                seconds = max(20, stored.get("seconds", 60))
-                yield Item(path.relative_to(ROOT).as_posix(), seconds, functools.partial(measured, path, session))
+    """An item per group of notebooks that run side by side; on few cores one by one, in the lessons' order."""
+    seconds = {path: recorded_seconds(path) for path in find_all()}
+    beside = max(1, machine.cores() - 2)
+    order = sorted(seconds, key=seconds.get, reverse=True) if beside > 1 else list(seconds)
+    for at in range(0, len(order), beside):
+        first, *others = group = order[at : at + beside]
+        name = first.relative_to(ROOT).as_posix() + (f" and {len(others)} more" if others else "")
+        yield Item(name, seconds[first] * (1 if beside == 1 else 2), functools.partial(together, group, session))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 
 import pytest
@@ -104,6 +105,28 @@ def test_a_notebook_runs_without_a_kernel_until_a_claim_fails(tmp_path):
     found = json.loads(ended.stdout.splitlines()[-1])
     assert (found["cells"], found["of"], found["claims"]) == (1, 3, 1)
     assert found["error"] == "ClaimError: not true here: it does not"
+
+
+def test_notebooks_run_side_by_side_and_one_that_breaks_leaves_the_others_alone(
+    tmp_path, monkeypatch
+):
+    gate = threading.Barrier(3, timeout=60)
+
+    def measured(path, session, rows):
+        gate.wait()
+        if path.stem == "broken":
+            raise RuntimeError("no words")
+        return [{"task": path.stem, "found": "fine"}]
+
+    monkeypatch.setattr(notebooks, "measured", measured)
+    rows = notebooks.together([tmp_path / f"{name}.ipynb" for name in ("one", "broken", "two")], CPU, [])
+    assert [row.get("found", row.get("not_run")) for row in rows] == ["fine", "it failed with no words", "fine"]
+    every = set(notebooks.find_all())
+    for cores in (2, 16):
+        monkeypatch.setattr(notebooks.machine, "cores", lambda cores=cores: cores)
+        groups = [item.measure.args[0] for item in notebooks.items(CPU)]
+        assert {path for group in groups for path in group} == every
+        assert max(map(len, groups)) == max(1, cores - 2)
 
 
 def test_a_notebook_that_lacks_a_package_says_which(tmp_path, monkeypatch):
