@@ -107,9 +107,7 @@ def test_a_notebook_runs_without_a_kernel_until_a_claim_fails(tmp_path):
     assert found["error"] == "ClaimError: not true here: it does not"
 
 
-def test_notebooks_run_side_by_side_and_one_that_breaks_leaves_the_others_alone(
-    tmp_path, monkeypatch
-):
+def test_notebooks_run_side_by_side_and_one_that_breaks_leaves_the_others_alone(tmp_path, monkeypatch):
     gate = threading.Barrier(3, timeout=60)
 
     def measured(path, session, rows):
