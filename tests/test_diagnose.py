@@ -3,6 +3,7 @@
 import copy
 import functools
 import importlib
+import pickle
 import random
 from dataclasses import replace
 
@@ -37,6 +38,7 @@ from speedlab.diagnose import (
 )
 from speedlab.diagnose.__main__ import main, size
 from speedlab.diagnose.climb import RUNGS, apart, blocks, climb, trains
+from speedlab.diagnose.jobs import load
 from speedlab.diagnose.jobs import tensors as flat
 from speedlab.diagnose.report import duration
 from speedlab.measure import Comparison, Ratio
@@ -721,6 +723,21 @@ def test_a_path_may_hold_a_colon_as_on_windows(capsys):
     assert r"There is no file C:\projects\my_training.py." in capsys.readouterr().err
 
 
+def test_what_a_file_defines_can_be_looked_up_by_name(tmp_path):
+    """Spawned workers need it to unpickle a dataset, and Dynamo to trace a model."""
+    script = tmp_path / "mine_by_name.py"
+    script.write_text(
+        "import torch\nfrom torch import nn\nfrom speedlab.diagnose import Job\n"
+        "class Net(nn.Linear):\n    pass\n"
+        "def build():\n"
+        "    return Job(lambda: Net(4, 2), lambda n: torch.randn(n, 4), lambda m, x: m(x).sum(),\n"
+        "               lambda m: torch.optim.SGD(m.parameters(), lr=0.1))\n",
+        encoding="utf-8",
+    )
+    model = load(f"{script}:build").make_model()
+    assert torch.equal(pickle.loads(pickle.dumps(model)).weight, model.weight)
+
+
 def test_the_command_line_writes_a_page_that_needs_no_network(tmp_path, capsys):
     script = tmp_path / "mine.py"
     script.write_text(
@@ -739,6 +756,11 @@ def test_the_command_line_writes_a_page_that_needs_no_network(tmp_path, capsys):
     assert main([f"{tmp_path / 'none.py'}:build"]) == 1
     assert main([f"{script}"]) == 1
     assert "no function" in capsys.readouterr().err
+
+
+def test_a_climb_tries_the_first_advice_however_little_time_is_left():
+    _, tried = climb(patients.optimizer_bound(), DEVICE, seconds=1e-6, told=lambda line: None)
+    assert [rung.technique for rung in tried] == ["a fused optimizer"]
 
 
 def test_planned_steps_are_told_in_time():

@@ -202,14 +202,14 @@ def climb(
 ) -> tuple[Job, tuple[Rung, ...]]:
     """Try what the diagnosis advises, the first first; keep what is proved equal and is faster; diagnose again.
 
-    It ends when nothing advised is left, or after `seconds`. Nothing is kept that takes the peak over the limit.
-    Returns the job with everything that was kept, and all rungs. `told` is called with a line for each.
+    It ends when nothing advised is left, or after `seconds` and at least one try. Nothing is kept that takes the peak
+    over the limit. Returns the job with everything that was kept, and all rungs. `told` is called with a line for each.
     """
     end, tried, off = time.monotonic() + seconds, [], 0.0
     limit = memory or device.memory
     with untouched(job.loader):
         now = counts(job)
-        while time.monotonic() < end:
+        while time.monotonic() < end or not tried:  # counting alone may have taken all the time
             names = [a.technique for a in advise(now, device, memory) if (a.helps or a.may) and a.technique in RUNGS]
             name = next((n for n in names if n not in [rung.technique for rung in tried]), None)
             if name is None:
