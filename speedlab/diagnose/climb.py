@@ -202,8 +202,8 @@ def climb(
 ) -> tuple[Job, tuple[Rung, ...]]:
     """Try what the diagnosis advises, the first first; keep what is proved equal and is faster; diagnose again.
 
-    It ends when nothing advised is left, or after `seconds` and at least one try. Nothing is kept that takes the peak
-    over the limit. Returns the job with everything that was kept, and all rungs. `told` is called with a line for each.
+    It ends when nothing advised is left, or after `seconds` and at least one try. Nothing is kept that takes the
+    peak over the limit. Returns the job with everything that was kept, and all rungs. `told` gets a line for each.
     """
     end, tried, off = time.monotonic() + seconds, [], 0.0
     limit = memory or device.memory
