@@ -164,7 +164,7 @@ def pytest_collect_file(file_path, parent):
 
 @pytest.hookimpl(optionalhook=True)  # the course also runs without pytest-xdist
 def pytest_xdist_auto_num_workers(config):
-    """As many as there are cores: one more was no faster and took 2 GB more. Fewer where 4 GB of memory for each lack."""
+    """As many as there are cores, as one more was no faster; fewer where there are not 4 GB of memory for each."""
     return max(1, min(_cores(), int(psutil.virtual_memory().total / 4e9)))
 
 
