@@ -10,19 +10,19 @@ def recorded(section: str) -> list[dict]:
     """Every row of `section` in results/, GPUs first: what the benchmark wrote, and where and when it did.
 
     To its own entries, among them `task` (what was done, in words), a row adds `machine` (words that tell the files
-    apart), `device` ('cuda' or 'cpu'), `date`, `noisy`, `file` (its name without ending) and `where`: machine, date
-    and, if so, noisy, in one line. A row without a measurement says in `not_run` why there is none.
+    apart), `device` ('cuda' or 'cpu'), `date`, `noisy`, `file` (its name without ending), `where`: machine, torch's
+    version, date and, if so, noisy, in one line. A row without a measurement says in `not_run` why there is none.
     """
     files = {path.stem: load(path) for path in FOLDER.glob("*.json")}
     known = {file: sections[section] for file, sections in files.items() if section in sections}
     names = {file: _name(found["stamp"]) for file, found in known.items()}
     made = []
     for file in sorted(known, key=lambda file: (known[file]["stamp"]["device"] != "cuda", file)):
-        stamp, noisy, machine = known[file]["stamp"], known[file]["noisy"], names[file]
-        if list(names.values()).count(machine) > 1:
-            machine += f" ({file})"
-        place = {"file": file, "machine": machine, "device": stamp["device"], "date": stamp["date"], "noisy": noisy,
-                 "where": f"{machine}, {stamp['date']}" + (", noisy" if noisy else "")}  # fmt: skip
+        stamp, noisy, name = known[file]["stamp"], known[file]["noisy"], names[file]
+        if list(names.values()).count(name) > 1:
+            name += f" ({file})"
+        place = {"file": file, "machine": name, "device": stamp["device"], "date": stamp["date"], "noisy": noisy,
+            "where": f"{name}, torch {stamp['versions']['torch']}, {stamp['date']}{', noisy' * noisy}"}  # fmt: skip
         made += [{**row, **place} for row in known[file]["rows"]]
     return made
 

@@ -10,7 +10,7 @@ from speedlab import claims, results
 from speedlab.display import seconds_text, table
 
 STAMP = {"machine": "NVIDIA X1", "device": "cuda", "cores": 4, "instructions": ["compute capability 9.0"],
-         "date": "2031-02-03", "versions": {"torch": "3.0"},
+         "date": "2031-02-03", "versions": {"torch": "3.0.1"},
          "products": {"before": {"bf16": 5e14}, "after": {"bf16": 4e14}}}  # fmt: skip
 RUNG = {"task": "Fine-tuning", "apart": False, "trains": True, "speedup": 2.5, "speedup_low": 2.25,
         "speedup_high": 2.75, "speedup_tf32": 1.5, "rate": 100.0, "unit": "images", "memory_predicted": 3e9,
@@ -20,9 +20,16 @@ RUNG = {"task": "Fine-tuning", "apart": False, "trains": True, "speedup": 2.5, "
 STEP = {"task": "a training step of ViT-B/16, batch 64", "found": "a figure"}
 SECTIONS = {
     "precision": [
-        {**STEP, "dtype": "fp32", "median_s": 0.09, "speedup": 1.0},
-        {**STEP, "dtype": "tf32", "median_s": 0.06, "speedup": 1.5},
-        {**STEP, "dtype": "bf16", "median_s": 0.03, "speedup": 3.0},
+        {
+            **STEP,
+            "dtype": dtype,
+            "median_s": s,
+            "low_s": 0.9 * s,
+            "high_s": 1.1 * s,
+            "speedup": 0.09 / s,
+            "verdict": said,
+        }
+        for dtype, s, said in (("fp32", 0.09, "baseline"), ("tf32", 0.06, "a verdict"), ("bf16", 0.03, "3x faster"))
     ],
     "ladder-vit": [
         {**RUNG, "rung": "strict fp32", "speedup": 1.0},
@@ -54,7 +61,7 @@ def made_up(tmp_path, monkeypatch):
 
 def test_a_row_says_what_was_done_where_and_when_and_a_gpu_comes_first(made_up):
     first, *others = results.recorded("precision")
-    assert first["where"] == "NVIDIA X1, 2031-02-03, noisy" and first["device"] == "cuda"
+    assert first["where"] == "NVIDIA X1, torch 3.0.1, 2031-02-03, noisy" and first["device"] == "cuda"
     assert {"machine", "date", "noisy", "task", "file"} <= first.keys()
     assert {row["device"] for row in others[2:]} == {"cpu"}
     assert results.recorded("nothing") == []
@@ -85,19 +92,27 @@ def test_the_results_page_shows_every_machine_folded(made_up):
 
 def test_the_readme_shows_the_gpu_in_its_headline_and_its_ladders(made_up):
     first = readme.precision().splitlines()[2]
-    assert first == "| ViT-B/16, batch 64 | 3.00x | 2.00x | NVIDIA X1, 2031-02-03, noisy |"
+    assert first == "| ViT-B/16, batch 64 | 3x | 2.00x | NVIDIA X1, torch 3.0.1, 2031-02-03, noisy |"
     made = readme.ladder("vit")
-    assert (
-        "5.0 times (2.2 to 2.8) as fast as strict fp32 with the rung *compile* (NVIDIA X1, 2031-02-03, noisy)" in made
-    )
+    where = "NVIDIA X1, torch 3.0.1, 2031-02-03, noisy"
+    assert f"5.0 times (2.2 to 2.8) as fast as strict fp32 with the rung *compile* ({where})" in made
     climbed = [row for row in results.recorded("ladder-vit") if row["machine"].startswith("AMD EPYC")]
     best = max(row["speedup"] for row in climbed if row.get("trains") and not row["apart"])
     assert f"{best:.2f} times as fast on AMD EPYC" in made and made.startswith("![Bar chart of a ladder.")
 
 
+def test_a_factor_between_times_whose_middle_halves_overlap_is_not_shown(made_up):
+    file = made_up / "nvidia-x1.json"
+    known = json.loads(file.read_text())
+    known["precision"]["rows"][1] |= {"low_s": 0.02}
+    file.write_text(json.dumps(known))
+    assert "| 3x | too close to tell |" in readme.precision().splitlines()[2]
+
+
 @pytest.mark.parametrize(
     ("name", "cell", "wanted"),
     [
+        ("9.0-measuring/1-timing-and-counting", "recorded-precision", ["3x faster", "2.00x"]),
         ("9.1-mixed-precision/1-number-formats", "cb0f43ce", ["3.00x", "ViT-B/16, batch 64"]),
         ("9.1-mixed-precision/2-autocast", "56248ca4", ["0.03 s", "3.00x", "tf32"]),
         ("9.4-compile/1-what-compile-does", "e7bb7f2b", ["900.0"]),
@@ -113,7 +128,7 @@ def test_notebooks_show_the_gpu(made_up, name, cell, wanted, capsys):
     given["table"] = lambda columns, rows, *_: shown.append(str(table(columns, rows)))
     exec(source, given)
     text = "".join(shown) + str(given.get("bills", ""))
-    assert "NVIDIA X1, 2031-02-03, noisy" in text and all(word in text for word in wanted), text
+    assert "NVIDIA X1, torch 3.0.1, 2031-02-03, noisy" in text and all(word in text for word in wanted), text
 
 
 def test_a_picture_of_other_results_is_stale_and_drawn_anew(tmp_path, monkeypatch):

@@ -57,7 +57,7 @@ def best(name: str) -> dict[str, dict]:
 
 def alt(name: str) -> str:
     """The picture in words."""
-    said = "; ".join(f"{row['speedup']:.2f} times as fast on {where}" for where, row in best(name).items())
+    said = "; ".join(f"{row['speedup']:.2f} times as fast on {row['machine']}" for row in best(name).values())
     return f"Bar chart of a ladder. {TASKS[name]}: at best {said}."
 
 
