@@ -12,7 +12,9 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import get_total_norm
 from torch.utils.data import DataLoader, DistributedSampler
 from traffic import listen, peak_bytes
 
@@ -66,10 +68,14 @@ def train(args, model: nn.Module, device: torch.device, max_steps: int) -> dict:
         untrained = model(**{name: value.to(device) for name, value in first.items()}).logits
     for epoch in range(args.epochs):
         sampler.set_epoch(epoch)
-        losses += [step(batch) for batch, _ in zip(train_loader, range(max_steps - len(losses)), strict=False)]
+        for batch, _ in zip(train_loader, range(max_steps - len(losses)), strict=False):
+            losses.append(step(batch))
+            if len(losses) == 1:  # AdamW would hide a factor in the gradient, so its length is told as well
+                norm = get_total_norm([p.grad for p in model.parameters()])
     losses = torch.stack(losses)
     dist.all_reduce(losses)
     report = {"losses": (losses / dist.get_world_size()).tolist(), "untrained": untrained.tolist()}
+    report["norm"] = (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
     if args.save:
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         whole = get_model_state_dict(model, options=options)  # on rank 0; the others get nothing
