@@ -4,6 +4,7 @@ import _thread
 import fractions
 import math
 import queue
+import sys
 import threading
 import time
 
@@ -395,3 +396,21 @@ def test_a_decorated_answer_travels_with_its_decorator_and_its_helpers():
     text = "def helper(x):\n    return x\n\n@torch.no_grad()\ndef f(x):\n    return helper(x)"
     sent = core.source(made(text, torch=torch)["f"])
     assert "import torch" in sent and "def helper" in sent and "@torch.no_grad()\ndef f" in sent
+
+
+def test_a_profiler_works_beside_an_answer_that_was_left_behind():
+    """While an exception is on its way to a blocked thread, Python 3.11 hangs in whatever a profiler watches."""
+    waiting, seen = queue.Queue(), []
+    answer = made("def f():\n    waiting.get()", waiting=waiting)["f"]
+    assert "Does it wait for ever" in said(call, answer, seconds=0.3)
+
+    def watched():
+        sys.setprofile(lambda frame, event, argument: seen.append(event))
+        call(list)
+        sys.setprofile(None)
+
+    thread = threading.Thread(target=watched, daemon=True)
+    thread.start()
+    thread.join(20)
+    waiting.put(None)
+    assert not thread.is_alive() and "call" in seen

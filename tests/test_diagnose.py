@@ -434,7 +434,7 @@ def test_bad_input_gets_a_sentence(changed, sentence):
 
 def test_a_loader_that_hangs_is_left_behind(monkeypatch):
     monkeypatch.setattr(counting, "PATIENCE", 0.3)
-    with pytest.raises(DiagnoseError, match=r"within 0\.3 s"):
+    with pytest.raises(DiagnoseError, match=r"within 0\.3 s: it is at line \d+ of test_diagnose\.py, in endless"):
         counts(linear(loader=endless()))
 
 

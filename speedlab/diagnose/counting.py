@@ -399,8 +399,10 @@ def _calls(loader: Iterable) -> int:
     thread.start()
     thread.join(PATIENCE)
     if thread.is_alive():
+        at = traceback.extract_stack(sys._current_frames().get(thread.ident))[-1]  # where it waits
         raise DiagnoseError(
-            f"The loader gave no four batches within {PATIENCE:g} s. Try it alone; leave out loader=."
+            f"The loader gave no four batches within {PATIENCE:g} s: it is at line {at.lineno} of "
+            f"{Path(at.filename).name}, in {at.name}. Try it alone; leave out loader=."
         )
     if error or not taken:
         raise DiagnoseError(f"The loader gave no two batches: {error[0] if error else 'it ended'}.")
