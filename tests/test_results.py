@@ -29,7 +29,11 @@ SECTIONS = {
             "speedup": 0.09 / s,
             "verdict": said,
         }
-        for dtype, s, said in (("fp32", 0.09, "baseline"), ("tf32", 0.06, "a verdict"), ("bf16", 0.03, "3x faster"))
+        for dtype, s, said in (
+            ("fp32", 0.09, "baseline"),
+            ("tf32", 0.06, "a verdict"),
+            ("bf16", 0.03, "3x faster (2x)"),
+        )
     ],
     "ladder-vit": [
         {**RUNG, "rung": "strict fp32", "speedup": 1.0},
@@ -92,7 +96,7 @@ def test_the_results_page_shows_every_machine_folded(made_up):
 
 def test_the_readme_shows_the_gpu_in_its_headline_and_its_ladders(made_up):
     first = readme.precision().splitlines()[2]
-    assert first == "| ViT-B/16, batch 64 | 3x | 2.00x | NVIDIA X1, torch 3.0.1, 2031-02-03, noisy |"
+    assert first == "| ViT-B/16, batch 64 | 3x (2x) | a verdict | NVIDIA X1, torch 3.0.1, 2031-02-03, noisy |"
     made = readme.ladder("vit")
     where = "NVIDIA X1, torch 3.0.1, 2031-02-03, noisy"
     assert f"5.0 times (2.2 to 2.8) as fast as strict fp32 with the rung *compile* ({where})" in made
@@ -101,18 +105,10 @@ def test_the_readme_shows_the_gpu_in_its_headline_and_its_ladders(made_up):
     assert f"{best:.2f} times as fast on AMD EPYC" in made and made.startswith("![Bar chart of a ladder.")
 
 
-def test_a_factor_between_times_whose_middle_halves_overlap_is_not_shown(made_up):
-    file = made_up / "nvidia-x1.json"
-    known = json.loads(file.read_text())
-    known["precision"]["rows"][1] |= {"low_s": 0.02}
-    file.write_text(json.dumps(known))
-    assert "| 3x | too close to tell |" in readme.precision().splitlines()[2]
-
-
 @pytest.mark.parametrize(
     ("name", "cell", "wanted"),
     [
-        ("9.0-measuring/1-timing-and-counting", "recorded-precision", ["3x faster", "2.00x"]),
+        ("9.0-measuring/1-timing-and-counting", "recorded-precision", ["3x faster", "a verdict"]),
         ("9.1-mixed-precision/1-number-formats", "cb0f43ce", ["3.00x", "ViT-B/16, batch 64"]),
         ("9.1-mixed-precision/2-autocast", "56248ca4", ["0.03 s", "3.00x", "tf32"]),
         ("9.4-compile/1-what-compile-does", "e7bb7f2b", ["900.0"]),

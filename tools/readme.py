@@ -79,18 +79,15 @@ def places() -> str:
 
 
 def precision() -> str:
-    """The headline: for each machine and model, what bf16 is worth in a training step, GPUs first."""
-    rows = ["| a training step of | in bf16, against strict fp32 | against TF32 | on |", "|---|---:|---:|---|"]
-    known = [row for row in recorded("precision") if "speedup" in row]
-    for row in known:
-        if row["dtype"] == "bf16":
-            same = [r for r in known if (r["file"], r["task"], r["dtype"]) == (row["file"], row["task"], "tf32")]
-            apart = same and (
-                row["high_s"] < same[0]["low_s"] or same[0]["high_s"] < row["low_s"]
-            )  # the middle halves
-            factor = f"{same[0]['median_s'] / row['median_s']:.2f}x" if apart else "too close to tell"
-            task, bf16 = row["task"].removeprefix("a training step of "), row["verdict"].replace(" faster", "")
-            rows.append(f"| {task} | {bf16} | {factor if same else ''} | {row['where']} |")
+    """The headline: for each machine and model, what bf16 and TF32 are worth in a training step, GPUs first."""
+    steps: dict[tuple[str, str], dict[str, str]] = {}
+    for row in recorded("precision"):
+        if "speedup" in row:
+            run = row["task"].removeprefix("a training step of "), row["where"]
+            steps.setdefault(run, {})[row["dtype"]] = row["verdict"].removesuffix(" faster").replace(" faster ", " ")
+    rows = ["| a training step of | bf16 against strict fp32 | TF32 against it | on |", "|---|---:|---:|---|"]
+    for (task, where), said in steps.items():
+        rows.append(f"| {task} | {said['bf16']} | {said.get('tf32', '')} | {where} |")
     return "\n".join(rows)
 
 
