@@ -318,7 +318,7 @@ def test_a_new_group_does_not_inherit_the_time_limit(alone):
     exec(lines(practice("9.3*/3-*")[0], "watch = dist.new_group", 2), names)
     groups = dist.group.WORLD, dist.new_group(), names["watch"]
     limits = [group._get_backend(torch.device("cpu")).options._timeout for group in groups]
-    assert limits == [timedelta(minutes=20), timedelta(minutes=30), timedelta(seconds=30)]
+    assert limits == [timedelta(minutes=20), timedelta(minutes=30), timedelta(minutes=5)]
 
 
 def test_the_last_checkpoint_is_the_newest_even_a_torn_one(tmp_path):
