@@ -409,8 +409,16 @@ def test_a_profiler_works_beside_an_answer_that_was_left_behind():
         call(list)
         sys.setprofile(None)
 
-    thread = threading.Thread(target=watched, daemon=True)
-    thread.start()
-    thread.join(20)
-    waiting.put(None)
-    assert not thread.is_alive() and "call" in seen
+    def checked_beside_a_profiler():
+        sys.setprofile(lambda frame, event, argument: None)
+        seen.append(said(call, answer, seconds=0.3))
+        sys.setprofile(None)
+
+    for target in (watched, checked_beside_a_profiler):
+        thread = threading.Thread(target=target, daemon=True)
+        thread.start()
+        thread.join(20)
+        assert not thread.is_alive(), target.__name__
+    for _ in range(2):
+        waiting.put(None)
+    assert "call" in seen and "Does it wait for ever" in seen[-1]

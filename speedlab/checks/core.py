@@ -439,29 +439,26 @@ def _stopped(threads: list[threading.Thread]) -> str:
     where = next((_place(own) for own in map(_at_work, threads) if own), "")
     with contextlib.ExitStack() as stack:
         for turn in range(40):
-            for thread in threads:
-                if turn == 0 or _at_work(thread):  # once all; what cleans up after itself is not disturbed in that
-                    thrown = ctypes.c_ulong(thread.ident), ctypes.py_object(_StopError)
-                    ctypes.pythonapi.PyThreadState_SetAsyncExc(*thrown)
+            # once all; what cleans up after itself is not disturbed in that
+            _throw([thread.ident for thread in threads if turn == 0 or _at_work(thread)])
             for thread in threads:
                 thread.join(0.05)
             threads = [thread for thread in threads if thread.is_alive()]
             if turn == 0 and hasattr(sys, "monitoring"):
                 stack.enter_context(_raising_at_each_line(threads))
-    if threads:
-        _forget_what_is_on_its_way()
     return where
 
 
-def _forget_what_is_on_its_way() -> None:
-    """Have one exception arrive here, so that Python stops looking out for those of threads that are left behind.
+def _throw(idents: list[int]) -> None:
+    """Send an exception to threads, and take one here, so that Python stops looking out for theirs.
 
-    While one is on its way, Python 3.11 never gets past the first instruction of a function that a profiler watches.
-    A thread that wakes up finds its own all the same.
+    While one is on its way to a blocked thread, Python 3.11 never gets past the first instruction of a function that
+    a profiler watches; so no function is called in between. A thread that wakes up finds its own all the same.
     """
+    send, error = ctypes.pythonapi.PyThreadState_SetAsyncExc, ctypes.py_object(_StopError)
     with contextlib.suppress(_StopError):
-        own = ctypes.c_ulong(threading.get_ident())
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(own, ctypes.py_object(_StopError))
+        for ident in (*idents, threading.get_ident()):
+            send(ctypes.c_ulong(ident), error)
         for _ in range(1000):  # it arrives at a turn of a loop
             pass
 
