@@ -105,6 +105,14 @@ def test_the_readme_shows_the_gpu_in_its_headline_and_its_ladders(made_up):
     assert f"{best:.2f} times as fast on AMD EPYC" in made and made.startswith("![Bar chart of a ladder.")
 
 
+def test_a_machine_that_has_no_bf16_keeps_its_row_in_the_headline(made_up):
+    file = made_up / "nvidia-x1.json"
+    known = json.loads(file.read_text())
+    known["precision"]["rows"][2] = {**STEP, "dtype": "bf16", "not_run": "no hardware for it"}
+    file.write_text(json.dumps(known))
+    assert readme.precision().splitlines()[2].startswith("| ViT-B/16, batch 64 | not run | a verdict |")
+
+
 @pytest.mark.parametrize(
     ("name", "cell", "wanted"),
     [
