@@ -74,10 +74,6 @@ class NotYetError(BaseException):
     """What is wrong with an answer, in a sentence or two for the learner. Raised by `fail` and `expect` only."""
 
 
-class _StopError(BaseException):
-    """Thrown into a thread whose time is up."""
-
-
 def fail(hint: str) -> NoReturn:
     """End the check with a hint."""
     raise NotYetError(hint)
@@ -454,9 +450,10 @@ def _throw(idents: list[int]) -> None:
 
     While one is on its way to a blocked thread, Python 3.11 never gets past the first instruction of a function that
     a profiler watches; so no function is called in between. A thread that wakes up finds its own all the same.
+    It is SystemExit, by which a thread ends without a word: one that is over by then leaves no traceback.
     """
-    send, error = ctypes.pythonapi.PyThreadState_SetAsyncExc, ctypes.py_object(_StopError)
-    with contextlib.suppress(_StopError):
+    send, error = ctypes.pythonapi.PyThreadState_SetAsyncExc, ctypes.py_object(SystemExit)
+    with contextlib.suppress(SystemExit):
         for ident in (*idents, threading.get_ident()):
             send(ctypes.c_ulong(ident), error)
         for _ in range(1000):  # it arrives at a turn of a loop
@@ -479,7 +476,7 @@ def _raising_at_each_line(threads: list[threading.Thread]) -> Iterator[None]:
 
     def stop(code: types.CodeType, number: int) -> None:
         if threading.current_thread() in threads:
-            raise _StopError
+            raise SystemExit
 
     monitoring.use_tool_id(tool, __name__)
     monitoring.register_callback(tool, line, stop)
