@@ -145,6 +145,19 @@ def moved(
     return (jumps != 0).double().mean().item(), ((jumps * steps.sign()).sum() / steps.abs().sum()).item()
 
 
+def fitted(w: torch.Tensor, bits: int) -> torch.Tensor:
+    """w rounded to so many bits, each row (..., in) at that one of 41 scales that gives the least squared error.
+
+    The scales go from the row's largest number over 2^(bits - 1) - 1, as `quantize` has it, down to a fifth of that.
+    """
+    top = 2 ** (bits - 1) - 1
+    largest = (w.abs().amax(-1, keepdim=True) / top).clamp_min(torch.finfo(w.dtype).tiny)
+    scales = largest * torch.linspace(0.2, 1, 41).view(-1, *[1] * w.ndim)
+    tried = (w / scales).round().clamp(-top, top) * scales  # (41, ..., out, in)
+    best = (tried - w).square().sum(-1, keepdim=True).argmin(0, keepdim=True)
+    return tried.gather(0, best.expand(1, *w.shape))[0]
+
+
 def square_matrices(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Two random fp32 matrices, large enough to keep the device busy."""
     size = 4096 if device.type == "cuda" else 512
