@@ -167,6 +167,12 @@ def test_every_notebook_stands_in_the_readme():
     assert not [name for name in NOTEBOOKS if name not in text]
 
 
+def test_the_readme_lists_the_exercises_in_the_order_of_their_numbers():
+    numbers = re.findall(r"\(exercises/exercise-(\d+)-", (ROOT / "README.md").read_text(encoding="utf-8"))
+    assert len(numbers) >= 10
+    assert list(map(int, numbers)) == list(range(1, len(numbers) + 1))
+
+
 def test_the_readmes_tables_are_what_notebooks_and_results_give():
     assert readme.stale() == [], "run `python tools/readme.py`"
 

@@ -191,13 +191,18 @@ def clocked(outputs: list) -> bool:
     return any(MEASURED in o.get("data", {}) or "measured" in json.dumps(o.get("metadata", {})) for o in outputs)
 
 
+def _in_order(path: Path) -> list[int | str]:
+    return [int(word) if word.isdigit() else word for word in re.split(r"(\d+)", str(path))]
+
+
 def find(names: list[str] = ()) -> list[Path]:
-    """The course's notebooks in order, or those of the given files and folders."""
+    """The course's notebooks in order, or those of the given files and folders; 10 comes after 9."""
     places = [Path(name).resolve() for name in names] or [ROOT / folder for folder in FOLDERS]
     missing = [str(place) for place in places if names and not place.exists()]
     if missing:
         raise SystemExit(f"There is no {missing[0]}. Give notebooks or folders that exist.")
-    found = [p for place in places for p in ([place] if place.is_file() else sorted(place.rglob("*.ipynb")))]
+    inside = lambda place: sorted(place.rglob("*.ipynb"), key=_in_order)  # noqa: E731
+    found = [p for place in places for p in ([place] if place.is_file() else inside(place))]
     return [p for p in found if ".ipynb_checkpoints" not in p.parts]
 
 

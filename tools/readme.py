@@ -49,7 +49,7 @@ def summary(path: Path) -> dict[str, object]:
 def syllabus() -> str:
     """The table of units, one row a notebook, then the exercises."""
     units: dict[str, list[Path]] = {}
-    for path in find(["code-units"] if (ROOT / "code-units").exists() else []):
+    for path in find([str(ROOT / "code-units")]):
         units.setdefault(path.parent.name, []).append(path)
     rows = ["| unit | notebook | minutes | claims proven | planted faults caught |", "|---|---|---:|---:|---:|"]
     doubted = doubt.known_results()
@@ -60,7 +60,7 @@ def syllabus() -> str:
             counted, caught, _ = doubt.shares(doubted.get(found["path"], {"faults": []}), found["path"])
             share = f"{caught} of {counted}" if counted else ""
             rows.append(f"| {unit} | {notebook} | {found['minutes']} | {found['claims']} | {share} |")
-    for path in sorted((ROOT / "exercises").glob("*.ipynb")):
+    for path in find([str(ROOT / "exercises")]):
         found = summary(path)
         links = f"[{found['title']}]({found['path']}) · [solution](solutions/{path.name})"
         rows.append(f"| exercise | {links} | {found['minutes']} | | |")

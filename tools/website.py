@@ -114,7 +114,7 @@ def recorded_seconds(path: Path) -> int:
 def stage(source: Path) -> None:
     """Write what Sphinx builds: notebooks, README, results, contributing, the site's own pages and the contents."""
     units = find([str(ROOT / "code-units")])
-    stubs = sorted((ROOT / "exercises").glob("*.ipynb"))
+    stubs = find([str(ROOT / "exercises")])
     pages = {path.name: path for path in sorted((HERE / "pages").glob("*.md"))}
     texts = ["README.md", "CONTRIBUTING.md", "results/README.md"]
     names = [p.relative_to(ROOT).as_posix() for p in (*units, *stubs)]
