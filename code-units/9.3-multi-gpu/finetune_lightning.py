@@ -20,9 +20,12 @@ for name in ("lightning", "lightning.pytorch", "lightning.fabric"):
 
 
 class Classifier(L.LightningModule):
-    def __init__(self, model: torch.nn.Module, learning_rate: float):
+    def __init__(self, model: torch.nn.Module, learning_rate: float, seed: int):
         super().__init__()
-        self.model, self.learning_rate, self.losses = model, learning_rate, []
+        self.model, self.learning_rate, self.seed, self.losses = model, learning_rate, seed, []
+
+    def on_train_start(self):
+        torch.manual_seed(self.seed + self.global_rank)  # for dropout: each rank draws its own masks
 
     def training_step(self, batch, batch_idx):
         loss = self.model(**batch).loss
@@ -42,7 +45,7 @@ def main(argv: list[str]) -> dict:
     world_size = int(os.environ["WORLD_SIZE"])
     train_rows, test_rows, collate = reviews(args)
     L.seed_everything(args.seed, verbose=False)
-    module = Classifier(models.distilbert(pretrained=not args.random_init), args.lr).train(args.dropout)
+    module = Classifier(models.distilbert(pretrained=not args.random_init), args.lr, args.seed).train(args.dropout)
     train_loader = DataLoader(train_rows, args.batch // world_size, shuffle=True, collate_fn=collate)
     trainer = L.Trainer(
         strategy="ddp",
