@@ -13,7 +13,7 @@ from vit_parts import LEARNING_RATE, loaders, options, vit
 
 
 def on_gpus():
-    """Fabric's "fsdp": each process holds a part of every parameter, and a block is whole only while it computes."""
+    """Fabric's "fsdp": each process holds a part of each block, which is whole only while it computes."""
     return FSDPStrategy(auto_wrap_policy={EncoderBlock}, state_dict_type="full")
 
 
