@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from finetune_common import connect
 
-PATIENCE = 2.0  # seconds, for the groups at the end of `lags`; all else waits 30 (see `connect` below)
+PATIENCE = 2.0  # seconds, for two groups at the end of `lags`; a third waits 60, all else 30 (see `connect` below)
 
 
 def all_reduce(group: dist.ProcessGroup | None = None) -> None:
