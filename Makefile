@@ -5,7 +5,7 @@
 ## make doubt        plant small faults in lessons and count what catches them: a claim, the comparison, or nothing
 ## make exercises    generate the exercises from the solutions
 ## make site         build the course as web pages in build/site; ARGS=--check looks at every page in Chromium
-## make present      rehearse a lesson, open a live copy and slides of it: make present UNIT=9.1.1
+## make present      rehearse a lesson, open a live copy, name its slides: make present UNIT=9.1.1
 ## make bench        climb the ladders on this machine and store what they measured
 ## make checkpoints  train the small shipped checkpoints again
 ## make hosted       write the notebooks for Colab and Kaggle, and links to hosted places: make hosted REPO=owner/name

@@ -94,6 +94,19 @@ def test_the_results_page_shows_every_machine_folded(made_up):
     assert "| TF32 | not run | it broke |" in gpu and "off by -5%" in gpu
 
 
+def test_the_results_page_says_what_a_figure_cannot_show(made_up):
+    file = made_up / "nvidia-x1.json"
+    known = json.loads(file.read_text())
+    stopped = "it had not ended after 100 s, beside other notebooks; by then 3 cells had run"
+    known["memory"]["rows"].append({"task": "a notebook", "not_run": stopped})
+    known["memory"]["stamp"] = {**STAMP, "products": {"before": {"bf16": 5e14}, "after": {"bf16": 5e14}}}
+    known["ladder-vit"]["rows"][2] |= {"memory_predicted": 3e7, "settings": {"batch": 256}}
+    file.write_text(json.dumps(known))
+    gpu = readme.results_page().partition("## nvidia-x1")[2].partition("\n## ")[0]
+    assert "a matrix product measured once, in TFLOP/s: bf16 500. Several notebooks ran at once" in gpu
+    assert f"| a notebook | {stopped} |" in gpu and "| bf16 autocast (batch 256) |" in gpu and "| 30 MB / " in gpu
+
+
 def test_the_readme_shows_the_gpu_in_its_headline_and_its_ladders(made_up):
     first = readme.precision().splitlines()[2]
     assert first == "| ViT-B/16, batch 64 | 3x (2x) | a verdict | NVIDIA X1, torch 3.0.1, 2031-02-03, noisy |"

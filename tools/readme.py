@@ -104,14 +104,23 @@ def results_page() -> str:
     parts = [
         "# What was measured",
         "",
-        "Made by `python tools/readme.py` from the files in this folder, which `python -m benchmarks` writes. The "
-        "factors in brackets are what the ladder's head names: an interval of the paired speed-ups, or their middle "
-        "half, which is narrower; on the ladder to an accuracy they show how three seeds differ, not the clock. "
-        "Compare rungs by the factors, which are of pairs timed in turns: what is per second is of its own moment. "
-        "The share is of the machine's bf16 product where bf16 is fast, for fp32 rungs too, and padding counts as "
-        "no work. A single number for memory is the prediction: a CPU measures none. A run is marked as noisy where "
-        "other work took more than half the cores, or where one rate of a matrix product, before or after the run, "
-        "was more than 1.15 times the other.",
+        "Made by `python tools/readme.py` from the files in this folder, which `python -m benchmarks` writes.",
+        "",
+        "In brackets stands, after a time, the middle half of its samples; after a factor, an interval for the "
+        "median of the paired speed-ups; after the cost of measuring, the smallest and the largest of its repeats. "
+        "Compare the rungs of a ladder by the factors, which are of pairs timed in turns: what is per second, and "
+        "the share, are of their own moment. The share is of a matrix product in bf16 where bf16 is fast, for fp32 "
+        "rungs too, and padding counts as no work; the product is measured just before and after the rung. Where "
+        "two shares stand, the first is of the data sheet's peak. The loss is the one after a few steps on the "
+        "same few samples. A single number for memory is the prediction: a CPU measures none.",
+        "",
+        "On the ladder to an accuracy, the seconds are computed: the median of the steps that three seeds took, "
+        "times the seconds of a step, without validation. Its brackets show how the seeds differ, not the clock; "
+        "the first rungs change the system alone and take over the start's steps, so theirs have next to no width.",
+        "",
+        "A run is marked as noisy where other work took more than half the cores, or where one rate of a matrix "
+        "product, before or after the run, was more than 1.15 times the other. A product that was measured once, "
+        "around a short run, cannot show that.",
     ]
     files = {path.stem: load(path) for path in FOLDER.glob("*.json")}
     order = lambda file: (next(iter(files[file].values()))["stamp"]["device"] != "cuda", file)  # noqa: E731
@@ -125,7 +134,7 @@ def results_page() -> str:
                 "",
                 f"<details><summary>{head}</summary>",
                 "",
-                f"{stamp['machine']}; {versions}{_products(stamp)}.{_brackets(content['rows'])}",
+                f"{_where(stamp)}; {versions}{_products(stamp)}.{_told(content['rows'])}",
                 "",
             ]
             made = (_ladder_table if section.startswith("ladder-") else _table)(content["rows"])
@@ -133,25 +142,43 @@ def results_page() -> str:
     return "\n".join(parts) + "\n"
 
 
-def _brackets(rows: list[dict]) -> str:
-    """What the figures in brackets are, where the rows say it."""
+def _where(stamp: dict) -> str:
+    """The machine with its cores, where the file has them: they load the data, also for a GPU."""
+    cores, processor = stamp.get("cores"), stamp.get("processor", {}).get("model name", "")
+    host = f"{cores} cores of {processor}" if stamp["device"] == "cuda" and processor else f"{cores} cores"
+    return stamp["machine"] + (f", {host}" if cores else "")
+
+
+def _told(rows: list[dict]) -> str:
+    """What a ladder trains, what the figures in brackets are, and what else sets these rows apart."""
+    first, said = rows[0], ""
+    if "settings" in first:
+        data = "data made from a seed" if first["scale"] == "quick" else "the real data"
+        said += f" {first['task']}, batch {first['settings']['batch']}, {data}."
     kinds = sorted({row["spread"] for row in rows if "spread" in row})
-    return f" In brackets: {' or '.join(kinds)}." if kinds else ""
+    said += f" In brackets: {' or '.join(kinds)}." if kinds else ""
+    if any("beside other notebooks" in row.get("not_run", "") for row in rows):
+        said += " Several notebooks ran at once, so this is marked as noisy. Some of the cells that failed are named."
+    return said
 
 
 def _products(stamp: dict) -> str:
     """The matrix products before and after, where the file has them."""
     known = stamp.get("products", {"before": {}, "after": {}})
-    rates = [
-        f"{name} {known['before'][name] / 1e12:.3g} and {known['after'][name] / 1e12:.3g}" for name in known["after"]
-    ]
-    return f"; a matrix product before and after, in TFLOP/s: {', '.join(rates)}" if rates else ""
+    before, after = ({name: f"{rate / 1e12:.3g}" for name, rate in known[when].items()} for when in known)
+    if known["before"] == known["after"]:
+        when, rates = "measured once", [f"{name} {rate}" for name, rate in after.items()]
+    else:
+        when, rates = "before and after", [f"{name} {before[name]} and {after[name]}" for name in after]
+    return f"; a matrix product {when}, in TFLOP/s: {', '.join(rates)}" if rates else ""
 
 
 def _table(rows: list[dict]) -> list[str]:
     lines = ["| task | found |", "|---|---|"]
     for row in rows:
-        lines.append(f"| {row['task']}{_dtype(row)} | {row.get('found') or 'not run: ' + row['not_run']} |")
+        reason = row.get("not_run", "")
+        found = row.get("found") or ("" if "had run" in reason else "not run: ") + reason
+        lines.append(f"| {row['task']}{_dtype(row)} | {found} |")
     return lines
 
 
@@ -165,24 +192,31 @@ def _ladder_table(rows: list[dict]) -> list[str]:
         "| of the data sheet / of the measured product | still trains |",
         "|---|---:|---:|---:|---:|---:|---|",
     ]
+    batch = rows[0].get("settings", {}).get("batch")
     for row in rows:
         name = row["rung"] + (" (another task)" if row["apart"] else "")
+        size = row.get("settings", {}).get("batch", batch)
+        name += f" (batch {size})" if size != batch else ""
         if "not_run" in row:
             lines.append(f"| {name} | not run | {row['not_run']} | | | | |")
             continue
-        memory = " / ".join(f"{m / 1e9:.1f} GB" for m in (row["memory_predicted"], row["memory_measured"]) if m)
+        memory = " / ".join(_memory(m) for m in (row["memory_predicted"], row["memory_measured"]) if m)
         used = " / ".join(f"{m:.0%}" for m in (row["mfu_specified"], row["mfu_product"]) if m is not None)
         tf32 = f"{row['speedup_tf32']:.2f}x" if row["speedup_tf32"] else ""
         against = f"{row['speedup']:.2f}x ({row['speedup_low']:.2f} to {row['speedup_high']:.2f})"
         if "steps" in row:
             seconds = statistics.median(row["steps"]) * row["settings"]["batch"] / row["rate"]
-            proof = f"{row['aim']:.0%} in {seconds:.3g} s"
+            proof = f"{row['aim']:.0%} in about {seconds:.3g} s"
         else:
             proof = f"loss {row['loss']:.2f}, the start's {row['loss_start']:.2f}" + ("" if row["trains"] else ": no")
         lines.append(
             f"| {name} | {row['rate']:.3g} {row['unit']} | {against} | {tf32} | {memory} | {used} | {proof} |"
         )
     return lines
+
+
+def _memory(count: float) -> str:
+    return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.0f} MB"
 
 
 def render(text: str) -> str:
