@@ -236,10 +236,10 @@ def _examine_attention(answer: Callable, shape: tuple[int, ...]) -> None:
 # --- Task 5 ---------------------------------------------------------------------------------------------------------
 
 REPORT = {
-    "fused": "The optimizer makes 86% of the operations. Fused, the step is 7 times as fast.",
+    "fused": "The optimizer makes 86% of the operator calls. Fused, the step is 7 times as fast.",
     "zeros": "Set the 90% smallest weights to zero: training takes a tenth of the FLOPs.",
     "checkpoint": "Checkpoint all blocks: the step gets faster, since it keeps less.",
-    "batch": "With 4 times the batch, a sample takes a quarter of the operations.",
+    "batch": "With 4 times the batch, there are a quarter as many operator calls for each sample.",
 }
 REFUTED = ("FLOPs unchanged", "FLOPs higher", "most of the time is in the products", "it is right")
 
@@ -248,11 +248,11 @@ contradicted = choices(
     {"fused": REFUTED[2], "zeros": REFUTED[0], "checkpoint": REFUTED[1], "batch": REFUTED[3]},
     REFUTED,
     {
-        ("fused", "it is right"): "Of the operations, yes. Where does the report say what they cost?",
+        ("fused", "it is right"): "Of the calls, yes. Where does the report say what they cost?",
         "fused": "Operations are not time: look at the seconds by part.",
         "zeros": "A product with zeros is as long as one without. Which counter says so?",
         "checkpoint": "It keeps less. What does it do twice?",
-        "batch": "The number of operations does not depend on the batch. Divide it by the samples.",
+        "batch": "The number of operator calls does not depend on the batch. Divide it by the samples.",
     },
 )
 

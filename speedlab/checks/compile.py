@@ -604,7 +604,7 @@ _REASONS = {
     ("deep", "leave it"): "A gain of 22% on runs of two hours pays for two minutes of compiling.",
     ("deep", "whole model"): "Forty minutes of each two hours would be spent compiling: a third, to gain a quarter.",
     ("deep", "dynamic shapes"): "The shapes are fixed; the cold start is what costs.",
-    ("service", "leave it"): "It runs for months. What speaks against compiling is only the number of lengths.",
+    ("service", "leave it"): "It runs for months. Only the number of lengths speaks against compiling.",
     ("service", "whole model"): "With fixed shapes each of 2,000 lengths costs 20 s, and Dynamo stops after eight.",
     ("service", "block by block"): "With fixed shapes, a block too is compiled anew for every length.",
 }

@@ -372,7 +372,7 @@ def _places(parts: torch.Tensor, old: torch.Tensor) -> list[int]:
 _SETTINGS = ((1.0, 1.0), (3.0, 1.0), (2.0, 0.3), (3.0, 0.0))  # temperature, alpha
 _FAULTS = {
     "Multiply the soft loss by temperature squared, or its gradient fades as the temperature rises.": "square",
-    'The default reduction also divides by the number of labels: reduction="batchmean".': "mean",
+    'The default reduction also divides by the number of classes: reduction="batchmean".': "mean",
     "The soft loss is a sum over the batch, not a mean.": "sum",
     "kl_div expects log-probabilities of the student: log_softmax, not softmax.": "probabilities",
     "kl_div takes the student first, then the teacher.": "swapped",
