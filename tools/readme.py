@@ -119,8 +119,9 @@ def results_page() -> str:
         "the first rungs change the system alone and take over the start's steps, so theirs have next to no width.",
         "",
         "A run is marked as noisy where other work took more than half the cores, or where one rate of a matrix "
-        "product, before or after the run, was more than 1.15 times the other. A product that was measured once, "
-        "around a short run, cannot show that.",
+        "product, before or after the run, was more than 1.15 times the other; and where several notebooks ran at "
+        "once, as on the H200. (There some of the cells that failed are named.) A product that was measured once, "
+        "around a short run, cannot show drift.",
     ]
     files = {path.stem: load(path) for path in FOLDER.glob("*.json")}
     order = lambda file: (next(iter(files[file].values()))["stamp"]["device"] != "cuda", file)  # noqa: E731
@@ -150,16 +151,13 @@ def _where(stamp: dict) -> str:
 
 
 def _told(rows: list[dict]) -> str:
-    """What a ladder trains, what the figures in brackets are, and what else sets these rows apart."""
+    """What a ladder trains, and what the figures in brackets are."""
     first, said = rows[0], ""
     if "settings" in first:
         data = "data made from a seed" if first["scale"] == "quick" else "the real data"
         said += f" {first['task']}, batch {first['settings']['batch']}, {data}."
     kinds = sorted({row["spread"] for row in rows if "spread" in row})
-    said += f" In brackets: {' or '.join(kinds)}." if kinds else ""
-    if any("beside other notebooks" in row.get("not_run", "") for row in rows):
-        said += " Several notebooks ran at once, so this is marked as noisy. Some of the cells that failed are named."
-    return said
+    return said + (f" In brackets: {' or '.join(kinds)}." if kinds else "")
 
 
 def _products(stamp: dict) -> str:
@@ -176,8 +174,7 @@ def _products(stamp: dict) -> str:
 def _table(rows: list[dict]) -> list[str]:
     lines = ["| task | found |", "|---|---|"]
     for row in rows:
-        reason = row.get("not_run", "")
-        found = row.get("found") or ("" if "had run" in reason else "not run: ") + reason
+        found = row.get("found") or f"no result: {row['not_run']}"
         lines.append(f"| {row['task']}{_dtype(row)} | {found} |")
     return lines
 
@@ -216,6 +213,7 @@ def _ladder_table(rows: list[dict]) -> list[str]:
 
 
 def _memory(count: float) -> str:
+    """Bytes in powers of ten, as the files' own words give them; a small network's in MB."""
     return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.0f} MB"
 
 
