@@ -7,8 +7,9 @@ import copy
 import functools
 import itertools
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -262,10 +263,10 @@ def apart(job: Job, changed: Job) -> float:
     other.load_state_dict(model.state_dict())
     with one_sentence("The proof, on the changed batch in evaluation mode,"):
         batch = changed.make_batch(job.batch_size)
-        seen, its_own = _outputs(job, model, copy.deepcopy(batch)), _outputs(changed, other, batch)
+        seen, its_own = _outputs(job, model, batch), _outputs(changed, other, batch)
     if len(seen) != len(its_own):
         return float("inf")
-    # what is still as wide as the padding, such as a cache of keys, differs in shape
+    # what is still as wide as the padding differs in shape
     pairs = [pair for pair in zip(seen, its_own, strict=True) if pair[0].shape == pair[1].shape]
     off = _off(*map(_flat, zip(*pairs, strict=True)), 0.0)
     a, b = ([p.grad for p in made.parameters()] for made in (model, other))
@@ -284,17 +285,37 @@ def apart(job: Job, changed: Job) -> float:
 
 def _outputs(job: Job, model: nn.Module, batch: object) -> list[torch.Tensor]:
     """The loss of a batch and what the model returned, of the real tokens; the gradients are in the model."""
+    try:
+        return _seen(job, model.eval(), copy.deepcopy(batch))
+    except Exception:
+        # torchvision's detectors return a loss in training mode only: then the layers alone, their dropout and their
+        # running statistics, are in evaluation mode
+        for module in model.train().modules():
+            module.training = any(True for _ in module.children())
+        model.zero_grad()
+        torch.manual_seed(0)
+        return _seen(job, model, copy.deepcopy(batch))
+
+
+def _seen(job: Job, model: nn.Module, batch: object) -> list[torch.Tensor]:
     batch, found = job.prepare(batch), []
     real = real_tokens(batch)
-    model.eval()
     for module in model.modules():
-        if getattr(module, "gradient_checkpointing", False):  # transformers' layers do it in training mode only
+        # transformers' layers checkpoint in training mode only
+        if any(kind.__name__ == "GradientCheckpointingLayer" for kind in type(module).__mro__):
             module.training = True
-    hook = model.register_forward_hook(lambda module, given, out: found.extend(tensors(out)))
-    loss = job.loss(model, batch)
-    loss.backward()
-    hook.remove()
+    watched = model.register_forward_hook(lambda module, given, out: found.extend(tensors(_uncached(out))))
+    # evaluation mode switches off the layers' dropout; this, what a module in training mode calls itself
+    with watched, patch.object(nn.functional, "dropout", lambda x, *_, **__: x):
+        loss = job.loss(model, batch)
+        loss.backward()
     return [loss, *(part[real] if real is not None and part.shape[:2] == real.shape else part for part in found)]
+
+
+def _uncached(out: object) -> object:
+    """What a model returned, but for the keys that transformers keep to generate with: a checkpoint keeps none."""
+    named = isinstance(out, Mapping)
+    return {name: part for name, part in out.items() if name != "past_key_values"} if named else out
 
 
 def _flat(parts: Iterable[torch.Tensor | None]) -> torch.Tensor:
