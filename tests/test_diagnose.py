@@ -414,6 +414,9 @@ def endless():
     time.sleep(1000)
 
 
+SPARSE = dict(make_model=lambda: nn.Embedding(9, 4, sparse=True), make_batch=lambda n: torch.randint(0, 9, (n,)))
+
+
 @pytest.mark.parametrize(
     ("changed", "sentence"),
     [
@@ -425,6 +428,7 @@ def endless():
         (dict(make_model=lambda: 3), "must return an nn.Module"),
         (dict(make_batch=lambda: 0), "make_batch(8) raised TypeError"),
         (dict(loader=[]), "gave no two batches"),
+        (SPARSE, "sparse"),
     ],
 )
 def test_bad_input_gets_a_sentence(changed, sentence):
@@ -544,6 +548,33 @@ def test_changes_to_models_that_others_wrote_are_proved(name):
     for rung, made in changed.items():
         assert apart(job, made) < 1e-4, rung
         assert trains(made), rung
+
+
+class Variational(nn.Module):
+    """An autoencoder that draws noise in forward, in training and in evaluation mode."""
+
+    def __init__(self):
+        super().__init__()
+        self.encode, self.decode = nn.Linear(20, 16), nn.Linear(8, 20)
+
+    def forward(self, x):
+        mean, spread = self.encode(x).chunk(2, dim=1)
+        return self.decode(mean + torch.randn_like(mean) * spread)
+
+
+@pytest.mark.parametrize("name", ["a fused optimizer", "bf16 autocast", "torch.compile"])
+def test_a_loss_that_draws_noise_is_proved_on_the_same_noise(monkeypatch, name):
+    monkeypatch.setattr(machine, "is_fast", lambda dtype: True)
+    if name == "torch.compile" and not compat.compiler():
+        pytest.skip("There is no C++ compiler for torch.compile.")
+
+    def loss(model, x):
+        return F.mse_loss(model(x), x + torch.randn_like(x))
+
+    job = Job(Variational, lambda n: torch.randn(n, 20), loss, lambda m: torch.optim.AdamW(m.parameters(), lr=0.01))
+    change, tolerance = RUNGS[name]
+    changed = change(job)
+    assert apart(job, changed) < tolerance and trains(changed)
 
 
 class Reader(nn.Module):

@@ -242,6 +242,8 @@ class _Watch(TorchDispatchMode):
 
     def hold(self, tensor: torch.Tensor, was_there: bool = False) -> None:
         """Count a tensor's storage as live until it is freed; one that is only met now may have been there before."""
+        if tensor.layout is not torch.strided:
+            raise DiagnoseError("A tensor of the step is sparse; only dense ones are counted. Try sparse=False.")
         storage = tensor.untyped_storage()
         ref = weakref.ref(storage, self._freed)
         if ref not in self.held:
