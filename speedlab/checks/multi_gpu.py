@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -69,7 +70,7 @@ def train(model: nn.Module, rows: Dataset, epochs: int, batch: int, accumulate_s
     for epoch in range(epochs):
         order.manual_seed(epoch)
         for micro, (inputs, labels) in enumerate(loader, start=1):
-            loss = nn.functional.cross_entropy(model(inputs), labels)
+            loss = F.cross_entropy(model(inputs), labels)
             (loss / accumulate_steps).backward()
             if micro % accumulate_steps == 0:
                 optimizer.step()
@@ -165,7 +166,7 @@ def _trained(
         batches = [torch.cat(parts) for parts in zip(*(hand.split(share) for hand in hands), strict=True)]
         batches = [b for b in batches if len(b) == share * ranks or fault == "short"]
         for micro, chosen in enumerate(batches, start=1):
-            loss = nn.functional.cross_entropy(model(rows.inputs[chosen]), rows.labels[chosen])
+            loss = F.cross_entropy(model(rows.inputs[chosen]), rows.labels[chosen])
             (loss / scale).backward()
             if micro % accumulate_steps == 0 or fault == "alone":
                 optimizer.step()
@@ -284,7 +285,7 @@ def _mended(count: int, reads: Sequence, lr: float, fault: str = "") -> tuple[to
     model, rows, losses = make_model(0), Rows(count, seed=1), []
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     for batches in zip(*reads, strict=True):
-        each = [nn.functional.cross_entropy(model(rows.inputs[b]), rows.labels[b]) for b in batches]
+        each = [F.cross_entropy(model(rows.inputs[b]), rows.labels[b]) for b in batches]
         if fault != "zero_grad":
             optimizer.zero_grad()
         torch.stack(each).mean().backward()
@@ -408,7 +409,7 @@ def _go_on(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, steps
     rows = Rows(24 * (_STEP + _MORE), seed=3)
     for step in range(first, first + steps):
         part = slice(24 * step, 24 * step + 24)
-        nn.functional.cross_entropy(model(rows.inputs[part]), rows.labels[part]).backward()
+        F.cross_entropy(model(rows.inputs[part]), rows.labels[part]).backward()
         optimizer.step()
         optimizer.zero_grad()
     return _weights(model)
