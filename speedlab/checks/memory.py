@@ -255,7 +255,7 @@ def counted(blocks: int, batch: int, tokens: int, width: int, accumulate_steps: 
     return count.saved_bytes(lambda: _run(model, x, range(blocks) if checkpointing else ()), model).bytes
 
 
-@check("Task 3, four configurations")
+@check("Task 3, predict, then count")
 def kept_bytes(answer: Callable[..., int]) -> None:
     for setup in (*CONFIGURATIONS, *_MORE):
         wanted = counted(**setup)
