@@ -417,6 +417,42 @@ def endless():
 SPARSE = dict(make_model=lambda: nn.Embedding(9, 4, sparse=True), make_batch=lambda n: torch.randint(0, 9, (n,)))
 
 
+def each_alone(model, x):
+    weights = dict(model.named_parameters())
+    alone = lambda row: torch.func.functional_call(model, weights, (row,)).pow(2).mean()  # noqa: E731
+    return torch.func.vmap(alone)(x).mean()
+
+
+def test_a_loss_under_vmap_is_counted_and_proved():
+    plain, job = linear(), linear(loss_fn=each_alone)
+    assert counts(job, breaks=False).flops == counts(plain, breaks=False).flops
+    assert apart(plain, job) == float("inf") and apart(job, RUNGS["a fused optimizer"][0](job)) < 1e-5
+
+
+def test_a_step_may_return_a_number_and_has_to_return_the_loss():
+    def step(model, optimizer, x, number=float):
+        optimizer.zero_grad()
+        loss = model(x).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        return number(loss.item())
+
+    assert trains(linear(step=step))
+    with pytest.raises(DiagnoseError, match="returned a NoneType; it must return the loss"):
+        trains(linear(step=lambda *given: step(*given, number=lambda loss: None)))
+
+
+def test_no_worker_is_advised_where_there_are_some():
+    """What a worker does is not seen in the training process, and could not be moved out of it."""
+    loader = DataLoader(torch.randn(64, 4), batch_size=8, num_workers=1)
+    told = []
+    for given in ({}, {"loader": loader}):
+        advice = advise(counts(linear(**given), breaks=False), DEVICE)
+        told += [a for a in advice if a.technique == "load in other processes"]
+    assert not any(a.helps or a.may for a in told)
+    assert [a.evidence for a in told] == ["no loader was given", "other processes load already"]
+
+
 @pytest.mark.parametrize(
     ("changed", "sentence"),
     [
@@ -429,6 +465,7 @@ SPARSE = dict(make_model=lambda: nn.Embedding(9, 4, sparse=True), make_batch=lam
         (dict(make_batch=lambda: 0), "make_batch(8) raised TypeError"),
         (dict(loader=[]), "gave no two batches"),
         (SPARSE, "sparse"),
+        (dict(make_batch=lambda n: [1.0] * n, loss_fn=lambda model, _: model(torch.ones(4)).sum()), "or dictionary"),
     ],
 )
 def test_bad_input_gets_a_sentence(changed, sentence):

@@ -306,7 +306,9 @@ def _seen(job: Job, model: nn.Module, batch: object) -> list[torch.Tensor]:
         # transformers' layers checkpoint in training mode only
         if any(kind.__name__ == "GradientCheckpointingLayer" for kind in type(module).__mro__):
             module.training = True
-    watched = model.register_forward_hook(lambda module, given, out: found.extend(tensors(_uncached(out))))
+    mapped = torch._C._functorch.is_functorch_wrapped_tensor  # by vmap: outside of it there is no such tensor
+    keep = lambda module, given, out: found.extend(t for t in tensors(_uncached(out)) if not mapped(t))  # noqa: E731
+    watched = model.register_forward_hook(keep)
     # evaluation mode switches off the layers' dropout; this, what a module in training mode calls itself
     undropped = patch.object(nn.functional, "dropout", lambda x, *_, **__: x)
     with watched, undropped, inductor.patch(fallback_random=True):  # compiled, noise has the numbers of eager mode
@@ -337,7 +339,10 @@ def trains(job: Job) -> bool:
     batch, losses = job.batch(), []
     for _ in range(6):
         machine.seed_everything(0)
-        losses.append(job.train(model, optimizer, copy.deepcopy(batch)).detach().item())
+        loss = job.train(model, optimizer, copy.deepcopy(batch))
+        if not isinstance(loss, torch.Tensor | float):
+            raise DiagnoseError(f"step() returned a {type(loss).__name__}; it must return the loss.")
+        losses.append(torch.as_tensor(loss).detach().item())
     return all(loss == loss for loss in losses) and min(losses[1:]) < losses[0]
 
 

@@ -262,7 +262,8 @@ class _Watch(TorchDispatchMode):
         own, inputs = list(module.parameters()), tensors((given, named))
         # on other weights, or with another dropout mask, it is not the same again
         drawn = any(m.training and _drops(m) for m in module.modules())
-        untracked = any(t.is_inference() for t in (*own, *inputs))
+        mapped = torch._C._functorch.is_functorch_wrapped_tensor  # by vmap: it has no storage of its own
+        untracked = any(t.is_inference() or mapped(t) for t in (*own, *inputs))
         if not own or not inputs or drawn or untracked or torch._C._current_graph_task_id() != -1:
             return
         # references, not addresses: what is freed leaves its address to others
@@ -376,7 +377,7 @@ def _graph_breaks(job: Job, batch: object) -> dict[str, int]:
 
 
 def _calls(loader: Iterable) -> int:
-    """Python calls that a batch of this loader costs in the training process, on average over three batches."""
+    """Python calls that a batch of this loader costs, on average over three batches; 0 where workers make them."""
     made, taken, error = 0, 0, []
 
     def watch(frame, event, argument) -> None:
@@ -408,4 +409,4 @@ def _calls(loader: Iterable) -> int:
         )
     if error or not taken:
         raise DiagnoseError(f"The loader gave no two batches: {error[0] if error else 'it ended'}.")
-    return made // taken
+    return 0 if getattr(loader, "num_workers", 0) else made // taken

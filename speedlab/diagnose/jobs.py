@@ -177,7 +177,7 @@ def size_of(batch: object) -> int:
     """The samples in a batch: the first dimension of its first tensor."""
     first = next((t for t in tensors(batch) if t.dim()), None)
     if first is None:
-        raise DiagnoseError("The batch holds no tensor with a batch dimension.")
+        raise DiagnoseError("The batch holds no tensor: make_batch returns one, or a tuple or dictionary with some.")
     return len(first)
 
 

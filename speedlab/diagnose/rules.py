@@ -165,6 +165,11 @@ def _workers(c: Counts, d: Device) -> float:
     return min(whole.data, whole.total)
 
 
+def _loading(calls: int | None) -> str:
+    known = {None: "no loader was given", 0: "other processes load already"}
+    return known.get(calls) or f"about {_rounded(calls):,} Python calls per batch"
+
+
 def _no_waits(c: Counts, d: Device) -> float:
     # at each wait the device runs dry, until the host has launched the next operation
     total = estimate(c, d).total
@@ -287,7 +292,7 @@ RULES = (
     Rule("convert and move constant tensors once", "9.0", "none",
          lambda c, d: f"again in each step: {_where(c.moved_again)}", fault=lambda c, d: bool(c.moved_again)),
     Rule("load in other processes", "9.7", "memory for each worker",
-         lambda c, d: f"about {_rounded(c.calls_per_batch or 0):,} Python calls per batch", _workers),
+         lambda c, d: _loading(c.calls_per_batch), _workers),
     Rule("do not wait for the device in every step", "9.0", "metrics are read later",
          lambda c, d: f"the host waits {sum(c.syncs.values())} times a step: {_where(c.syncs)}", _no_waits,
          lambda c, d: bool(c.syncs) and d.asynchronous),
