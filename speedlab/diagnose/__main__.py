@@ -28,6 +28,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--climb", action="store_true", help="apply what is advised to copies, prove and time it")
     parser.add_argument("--out", type=Path, help="write a report there: .html or .json")
     given = parser.parse_args(arguments)
+    if given.out and not given.out.parent.is_dir():
+        parser.error(f"there is no folder {given.out.parent} to write {given.out.name} into")
     try:
         job, seconds = load(given.place), 60 * given.minutes
         found = diagnose(job, memory=given.memory, seconds=seconds, climbing=given.climb, steps=given.steps)

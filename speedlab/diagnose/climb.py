@@ -13,11 +13,13 @@ from unittest.mock import patch
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, IterableDataset
 
 from speedlab import compat, machine
-from speedlab.diagnose.counting import Counts, counts
+from speedlab.diagnose.counting import WRAPPED, Counts, counts
 from speedlab.diagnose.jobs import (
     DiagnoseError,
     Job,
@@ -79,13 +81,19 @@ def compiled(job: Job) -> Job | str:
     """The model's repeated blocks compiled once, or the whole model where it has none."""
     if not compat.compiler():
         return "There is no C++ compiler for torch.compile."
-    return _on_blocks(job, lambda block: block.compile())
+    kinds = {tuple(p.shape for p in block.parameters()) for block in blocks(job.make_model())}
+    # compiled modules share Dynamo's limit of eight versions; each kind has one for training and one for the proof
+    return _on_blocks(job, lambda block: block.compile(), blocks if len(kinds) < 4 else lambda model: [])
 
 
 def checkpointed(job: Job) -> Job | str:
     """Each repeated block computed again in backward instead of kept."""
-    if not blocks(job.make_model()):
+    parts = [part for block in blocks(job.make_model()) for part in block.modules()]
+    if not parts:
         return "The model has no repeated blocks to compute again."
+    twice = {type(part).__name__.strip("_") for part in parts if isinstance(part, _BatchNorm | _SpectralNorm)}
+    if twice:
+        return f"Computed again, {', '.join(sorted(twice))} would change its statistics or weights twice in a step."
 
     def change(block: nn.Module) -> None:
         block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
@@ -101,10 +109,12 @@ def checkpointed(job: Job) -> Job | str:
     return replace(job, make_model=switched) if own else _on_blocks(job, change)
 
 
-def _on_blocks(job: Job, change: Callable[[nn.Module], None]) -> Job:
+def _on_blocks(
+    job: Job, change: Callable[[nn.Module], None], of: Callable[[nn.Module], list[nn.Module]] | None = None
+) -> Job:
     def make() -> nn.Module:
         model = job.make_model()
-        for block in blocks(model) or [model]:
+        for block in (of or blocks)(model) or [model]:
             change(block)
         return model
 
@@ -169,14 +179,16 @@ def larger_batch(job: Job) -> Job | str:
     """Twice the batch."""
     if job.loader is not None:
         return "Your loader makes the batches: double its batch_size, and climb again."
+    if size_of(job.make_batch(2 * job.batch_size)) != 2 * size_of(job.make_batch(job.batch_size)):
+        return "make_batch gives as many samples whatever is asked for."
     return replace(job, batch_size=2 * job.batch_size)
 
 
 def workers(job: Job) -> Job | str:
     """The loader's work in other processes."""
     loader = job.loader
-    if not isinstance(loader, DataLoader) or loader.num_workers:
-        return "The loader is no DataLoader of torch, or has workers already."
+    if type(loader) is not DataLoader or loader.num_workers:
+        return "The loader is no plain DataLoader of torch, or has workers already."
     if isinstance(loader.dataset, IterableDataset):
         return "It streams: unless the dataset deals its samples out, each worker repeats all."
     kept = ("collate_fn", "pin_memory", "worker_init_fn", "generator", "timeout")
@@ -231,19 +243,19 @@ def _try(
     try:
         with one_sentence(name):
             changed = RUNGS[name][0](job)
-        if isinstance(changed, str):
-            raise DiagnoseError(changed)
-        difference = apart(job, changed)
-        if difference > tolerance:
-            raise DiagnoseError("its outputs, gradients or updates are not the baseline's")
-        if not trains(changed):
-            raise DiagnoseError("the loss does not fall in five steps on one batch")
-        after = counts(changed, breaks=False)
-        if limit is not None and after.peak > max(limit, before.peak):
-            raise DiagnoseError(f"its peak of {after.peak:,} bytes is over the limit of {limit:,}")
+            if isinstance(changed, str):
+                raise DiagnoseError(changed)
+            difference = apart(job, changed)
+            if difference > tolerance:
+                raise DiagnoseError("its outputs, gradients or updates are not the baseline's")
+            if not trains(changed) and trains(job):
+                raise DiagnoseError("the loss does not fall in five steps on one batch, as it does without")
+            after = counts(changed, breaks=False)
+            if limit is not None and after.peak > max(limit, before.peak):
+                raise DiagnoseError(f"its peak of {after.peak:,} bytes is over the limit of {limit:,}")
+            timing = timed(job, changed, name, seconds)
     except DiagnoseError as error:
         return job, before, Rung(name, False, str(error), difference)
-    timing = timed(job, changed, name, seconds)
     memory = name.startswith("checkpointing")
     kept = after.peak < before.peak if memory else timing.ratios[name].verdict == "faster"
     why = f"{'kept' if kept else 'not kept'}: {timing.ratios[name]}"
@@ -251,16 +263,21 @@ def _try(
     return (changed, after, rung) if kept else (job, before, rung)
 
 
+@untouched()
 def apart(job: Job, changed: Job) -> float:
     """How far a changed job is from the job, |a - b| / |a|, at equal weights on an equal batch, without dropout.
 
     The worst of three: the loss and what the model returns, of real tokens where there is padding; all gradients; and
-    the weights' change in one optimizer step on equal gradients, where what a thousandth of the weights rounds to is
-    no difference.
+    the weights' change in two optimizer steps on equal gradients, where what a thousandth of the weights rounds to
+    is no difference.
     """
-    torch.manual_seed(0)
-    (model, optimizer), (other, its) = job.built(), changed.built()
-    other.load_state_dict(model.state_dict())
+    made = []
+    for one in (job, changed):
+        machine.seed_everything(0)  # also for what a model draws and keeps outside of its state
+        made.append(one.built())
+    (model, optimizer), (other, its) = made
+    with one_sentence("load_state_dict of the model's own state_dict"):
+        other.load_state_dict(model.state_dict())
     with one_sentence("The proof, on the changed batch in evaluation mode,"):
         batch = changed.make_batch(job.batch_size)
         seen, its_own = _outputs(job, model, batch), _outputs(changed, other, batch)
@@ -274,11 +291,13 @@ def apart(job: Job, changed: Job) -> float:
         return float("inf")
     off = max(off, _off(_flat(a), _flat(b), 0.0))
     before = _flat(model.parameters())
-    for p, q in zip(model.parameters(), other.parameters(), strict=True):
-        q.grad = None if p.grad is None else p.grad.clone()
-    with one_sentence("The optimizer's step"):
-        optimizer.step()
-        its.step()
+    for share in (1.0, -0.5):  # of the gradients: a second step shows momentum, and how fast moments move
+        for p, q in zip(model.parameters(), other.parameters(), strict=True):
+            p.grad = None if p.grad is None else p.grad * share
+            q.grad = None if p.grad is None else p.grad.clone()
+        with one_sentence("The optimizer's step"):
+            optimizer.step()
+            its.step()
     a, b = _flat(model.parameters()) - before, _flat(other.parameters()) - before
     return max(off, _off(a, b, 1e-3 * before.norm().item()))
 
@@ -306,14 +325,13 @@ def _seen(job: Job, model: nn.Module, batch: object) -> list[torch.Tensor]:
         # transformers' layers checkpoint in training mode only
         if any(kind.__name__ == "GradientCheckpointingLayer" for kind in type(module).__mro__):
             module.training = True
-    mapped = torch._C._functorch.is_functorch_wrapped_tensor  # by vmap: outside of it there is no such tensor
-    keep = lambda module, given, out: found.extend(t for t in tensors(_uncached(out)) if not mapped(t))  # noqa: E731
-    watched = model.register_forward_hook(keep)
+    watched = model.register_forward_hook(lambda module, given, out: found.extend(tensors(_uncached(out))))
     # evaluation mode switches off the layers' dropout; this, what a module in training mode calls itself
-    undropped = patch.object(nn.functional, "dropout", lambda x, *_, **__: x)
+    undropped = patch.object(nn.functional, "dropout", lambda input, *_, **__: input)
     with watched, undropped, inductor.patch(fallback_random=True):  # compiled, noise has the numbers of eager mode
         loss = job.loss(model, batch)
         loss.backward()
+    found = [part for part in found if not WRAPPED(part)]
     return [loss, *(part[real] if real is not None and part.shape[:2] == real.shape else part for part in found)]
 
 
@@ -332,6 +350,7 @@ def _off(a: torch.Tensor, b: torch.Tensor, least: float) -> float:
     return off if off == off else float("inf")
 
 
+@untouched()
 def trains(job: Job) -> bool:
     """Whether five steps on one batch lower its loss, each with the same dropout and noise."""
     torch.manual_seed(0)
@@ -374,7 +393,7 @@ def timed(job: Job, changed: Job, name: str, seconds: float) -> Comparison:
 
 def probe(job: Job, seconds: float = 20.0) -> Comparison:
     """Time a step in turns with variants of it, on a fresh model: each ratio says what the missing part costs."""
-    with untouched(job.loader):
+    with untouched(job.loader), one_sentence("Timing a step"):
         model, optimizer = job.built()
         batch, double = job.batch(), job.batch(2 * job.batch_size)
 

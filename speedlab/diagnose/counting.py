@@ -6,6 +6,7 @@ inputs and outputs, as if nothing stayed in a cache; FLOPs are those of products
 
 import contextlib
 import gc
+import itertools
 import logging
 import os
 import sys
@@ -23,21 +24,24 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from speedlab import compat, count, machine
-from speedlab.diagnose.jobs import DiagnoseError, Job, real_tokens, size_of, tensors, untouched
+from speedlab.diagnose.jobs import DiagnoseError, Job, one_sentence, real_tokens, size_of, tensors, untouched
 
 FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"
 _OVERWRITES = frozenset(("zero_", "fill_", "copy_", "_foreach_zero_", "_foreach_copy_", "normal_", "uniform_"))
 _NOTHING_LAUNCHED = frozenset(("_unsafe_view", "empty", "empty_like", "empty_strided", "new_empty", "detach"))
 # Operations whose result the host must wait for, and methods that copy to it.
 _WAITS = frozenset(
-    ("_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "_unique2", "unique_dim")
+    "_local_scalar_dense nonzero masked_select equal is_nonzero _unique2 unique_dim unique_consecutive".split()
 )
+_INDEXING = frozenset(("index", "index_put", "index_put_"))
 # Namespaces of operations that compute nothing, and of those that speak to other processes.
 _NO_WORK = frozenset(("profiler", "prim"))
 _BETWEEN_PROCESSES = frozenset(("c10d", "_c10d_functional"))
 # Seconds that a loader may take for four batches.
 PATIENCE = 60.0
 _COPIES = frozenset(("cpu", "numpy", "tolist"))
+# By vmap and its like: such a tensor has no storage of its own.
+WRAPPED = torch._C._functorch.is_functorch_wrapped_tensor
 _OURS = tuple(str(Path(file).parent) + os.sep for file in (__file__, torch.__file__))
 
 
@@ -102,7 +106,7 @@ def counts(job: Job, *, breaks: bool = True) -> Counts:
     """Count the fifth training step of a fresh model: by then the optimizer's state exists and caches are warm."""
     with untouched():
         machine.probe()  # which draws random numbers, the first time only
-    with untouched(job.loader), contextlib.ExitStack() as around:
+    with untouched(job.loader), contextlib.ExitStack() as around, one_sentence("Counting a step"):
         torch._dynamo.reset()  # what an earlier count compiled would hide that this one compiles
         model, optimizer = job.built()
         # what the hardware lacks takes minutes and counts the same
@@ -115,12 +119,15 @@ def counts(job: Job, *, breaks: bool = True) -> Counts:
         graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
         watches = []
         around.enter_context(_collector_held())
+        buffers = _nbytes(model.buffers())
         for batch in batches[4:]:
-            with _Watch(model, optimizer, batch) as watch:
+            watches.append(_Watch(model, optimizer, batch))
+            with watches[-1]:
                 job.train(model, optimizer, batch)
             gc.collect()
-            watches.append((watch, watch.left_behind()))
-        watch, again = watches[0][0], set.intersection(*(set(watch.moved) for watch, _ in watches))
+        watch, again = watches[0], set.intersection(*(set(watch.moved) for watch in watches))
+        # looked at two steps later: what the next steps replaced with their own is state, and no leak
+        left_behind = watch.left_behind() + max(0, _nbytes(model.buffers()) - buffers) // len(watches)
         state = count.state_bytes(model, optimizer)
         saved = count.saved_bytes(lambda: job.loss(model, batches[4]), model)
         by_module: Counter[str] = Counter()
@@ -136,8 +143,7 @@ def counts(job: Job, *, breaks: bool = True) -> Counts:
             optimizer=state.optimizer,
             peak=watch.peak,
             syncs=dict(watch.syncs),
-            # what the counted step made may be freed by the next, which puts its own in the place
-            left_behind=min(left for _, left in watches[1:]),
+            left_behind=left_behind,
             padded=_padded(batches),
             repeated=dict(watch.repeated),
             moved_again={watch.moved[key]: 1 for key in again},
@@ -177,7 +183,7 @@ class _Watch(TorchDispatchMode):
         self.held: dict[weakref.ref, int] = {}
         self.before: set[weakref.ref] = set()
         self.live = self.peak = 0
-        self.stepping, self._seen = False, set()
+        self.stepping, self._seen, self.called, self.draws = False, set(), [], 0
         # not torch's ModuleTracker: its hooks on gradients keep what a checkpoint computes again until the step ends
         self.names, self.running = {id(module): name for name, module in model.named_modules()}, []
         self.module_of: dict[int, str] = {}
@@ -214,8 +220,11 @@ class _Watch(TorchDispatchMode):
             self.hold(tensor)
         name = func._schema.name.split("::")[-1]
         where = self.where()
-        if name in _WAITS or (name == "index" and any(t.dtype == torch.bool for t in tensors(args[1]))):
+        masked = name in _INDEXING and any(t.dtype == torch.bool for t in tensors(args[1]))
+        # one number put where a mask is true needs no list of the places
+        if name in _WAITS or (masked and (name == "index" or args[2].numel() > 1)):
             self.sync()
+        self.draws += torch.Tag.nondeterministic_seeded in func.tags
         if func.is_view or name in _NOTHING_LAUNCHED or func.namespace in _NO_WORK:
             return out
         taken, given = _read_and_written(func, args, kwargs, out)
@@ -243,7 +252,7 @@ class _Watch(TorchDispatchMode):
     def hold(self, tensor: torch.Tensor, was_there: bool = False) -> None:
         """Count a tensor's storage as live until it is freed; one that is only met now may have been there before."""
         if tensor.layout is not torch.strided:
-            raise DiagnoseError("A tensor of the step is sparse; only dense ones are counted. Try sparse=False.")
+            raise DiagnoseError("A tensor of the step is sparse or nested; only dense ones are counted.")
         storage = tensor.untyped_storage()
         ref = weakref.ref(storage, self._freed)
         if ref not in self.held:
@@ -258,23 +267,29 @@ class _Watch(TorchDispatchMode):
 
     def _called(self, module: nn.Module, given: tuple, named: dict) -> None:
         """Note the module that runs, and one that is called again with the very same input in one forward pass."""
+        self.called.append((None, self.draws))
         self.running.append(self.names.get(id(module), self.running[-1] if self.running else ""))
         own, inputs = list(module.parameters()), tensors((given, named))
         # on other weights, or with another dropout mask, it is not the same again
         drawn = any(m.training and _drops(m) for m in module.modules())
-        mapped = torch._C._functorch.is_functorch_wrapped_tensor  # by vmap: it has no storage of its own
-        untracked = any(t.is_inference() or mapped(t) for t in (*own, *inputs))
+        untracked = any(t.is_inference() or WRAPPED(t) for t in (*own, *inputs))
         if not own or not inputs or drawn or untracked or torch._C._current_graph_task_id() != -1:
             return
         # references, not addresses: what is freed leaves its address to others
         same = ((weakref.ref(t.untyped_storage()), t.storage_offset(), t._version, t.shape) for t in inputs)
-        key = (id(module), *(p._version for p in own), *same)
+        plain = str | int | float | None  # a flag, the name of a task
+        said = tuple(v if isinstance(v, plain) else type(v) for v in (*given, *named.values()))
+        key = (id(module), said, *(p._version for p in own), *same)
         if key in self._seen:
             self.repeated[type(module).__name__] += 1
         self._seen.add(key)
+        self.called[-1] = key, self.draws
 
     def _left(self, *_) -> None:
         self.running.pop()
+        key, draws = self.called.pop()
+        if draws != self.draws:  # with other noise it is not the same again
+            self._seen.discard(key)
 
     def sync(self) -> None:
         """Note a wait of the host; an optimizer on a CPU reads its own counters, on a GPU it does not."""
@@ -299,14 +314,18 @@ class _Methods(TorchFunctionMode):
 
     def __init__(self, watch: _Watch) -> None:
         super().__init__()
-        self.watch = watch
+        self.watch, self.on_host = watch, lambda: None
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         name = getattr(func, "__name__", "")
-        if name in _COPIES and isinstance(args[0], torch.Tensor):
+        if name in _COPIES and isinstance(args[0], torch.Tensor) and self.on_host() is not args[0]:
             self.watch.sync()
         out = func(*args, **(kwargs or {}))
-        if name in ("to", "cuda") and out.data_ptr() != args[0].data_ptr() and not args[0].requires_grad:
+        if name == "cpu":
+            self.on_host = weakref.ref(out)  # `.cpu().numpy()` waits once
+        if name not in ("to", "cuda") or args[0].is_inference() or WRAPPED(args[0]):
+            return out
+        if out.data_ptr() != args[0].data_ptr() and not args[0].requires_grad:
             if not any(args[0] is t for t in tensors(self.watch.batch)):
                 self.watch.moved[weakref.ref(args[0].untyped_storage()), args[0]._version] = line_of_caller()
         return out
@@ -350,6 +369,10 @@ def _bytes(tensor: torch.Tensor) -> int:
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
 
 
+def _nbytes(parts: Iterable[torch.Tensor]) -> int:
+    return sum(part.nbytes for part in parts)
+
+
 def _padded(batches: list) -> float:
     """The share of tokens that are padding."""
     masks = [mask for mask in map(real_tokens, batches) if mask is not None]
@@ -387,7 +410,7 @@ def _calls(loader: Iterable) -> int:
     def take() -> None:
         nonlocal taken
         try:
-            batches = iter(loader)
+            batches = itertools.chain.from_iterable(itertools.repeat(loader, 4))  # one batch may be an epoch
             next(batches, None)
             sys.setprofile(watch)
             for _ in range(3):

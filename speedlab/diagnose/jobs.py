@@ -3,10 +3,10 @@
 import contextlib
 import copy
 import importlib.util
-import itertools
+import inspect
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,12 +65,20 @@ class Job:
             model = self.make_model()
         if not isinstance(model, nn.Module):
             raise DiagnoseError(f"make_model() returned a {type(model).__name__}; it must return an nn.Module.")
+        # somebody else holds it: a module that refers to itself, or the caller, whose model would be trained
+        if sys.getrefcount(model) > 2 and self.make_model() is model:
+            raise DiagnoseError("make_model() returned the same model twice. Return a new one, or a deepcopy of it.")
         if isinstance(model, DistributedDataParallel):
             raise DiagnoseError("The model is wrapped in DistributedDataParallel. Diagnose what is inside (.module).")
         if any(p.is_cuda for p in model.parameters()) and not torch.cuda.is_available():
             raise DiagnoseError("The model is on a GPU, which this process cannot use. Build it on the CPU.")
         with one_sentence("make_optimizer(model)"):
-            return model.train(), self.make_optimizer(model)
+            optimizer = self.make_optimizer(model)
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise DiagnoseError(
+                f"make_optimizer(model) returned a {type(optimizer).__name__}; it must return one optimizer of torch."
+            )
+        return model.train(), optimizer
 
     def batch(self, size: int | None = None) -> object:
         """A batch of `size` samples, by default `batch_size`."""
@@ -81,7 +89,18 @@ class Job:
         """The loader's batches, epoch after epoch; None without a loader."""
         if self.loader is None:
             return None
-        return (self.prepare(batch) for _ in itertools.count() for batch in self.loader)
+        return self._again_and_again()
+
+    def _again_and_again(self) -> Iterator:
+        while True:
+            batch = None
+            with one_sentence("The loader"):
+                for batch in self.loader:
+                    yield self.prepare(batch)
+            if batch is None:
+                raise DiagnoseError(
+                    "The loader ended and does not begin again. Give the DataLoader, not iter() of it."
+                )
 
     def train(self, model: nn.Module, optimizer: torch.optim.Optimizer, batch: object) -> torch.Tensor:
         """Do one step."""
@@ -113,7 +132,7 @@ def from_lightning(module, loader: Iterable, batch_size: int | None = None) -> J
         raise DiagnoseError("The loader gives no batch.")
 
     def loss_fn(model: nn.Module, batch: object) -> torch.Tensor:
-        said = model.training_step(batch, 0)
+        said = model.training_step(*(batch, 0)[: len(inspect.signature(model.training_step).parameters)])
         return said["loss"] if isinstance(said, dict) else said
 
     def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
@@ -127,13 +146,27 @@ def from_lightning(module, loader: Iterable, batch_size: int | None = None) -> J
 
 
 def from_transformers(model, arguments, batch: dict, loader: Iterable | None = None) -> Job:
-    """The job of a Hugging Face model, TrainingArguments, and a batch that has labels; on the arguments' device."""
+    """The job of a Hugging Face model, TrainingArguments, and a batch that has labels.
+
+    Of the arguments it takes the device, the batch size, the optimizer, bf16 or fp16, and gradient_checkpointing.
+    """
     from transformers import Trainer
 
+    def make_model() -> nn.Module:
+        made = copy.deepcopy(model).to(arguments.device)
+        if arguments.gradient_checkpointing:
+            made.gradient_checkpointing_enable(arguments.gradient_checkpointing_kwargs)
+        return made
+
+    def loss_fn(model: nn.Module, batch: dict) -> torch.Tensor:
+        half = torch.bfloat16 if arguments.bf16 else torch.float16 if arguments.fp16 else None
+        with torch.autocast(arguments.device.type, half) if half else contextlib.nullcontext():
+            return model(**batch).loss
+
     return Job(
-        make_model=lambda: copy.deepcopy(model).to(arguments.device),
+        make_model=make_model,
         make_batch=lambda size: resized(batch, size),
-        loss_fn=lambda model, batch: model(**batch).loss,
+        loss_fn=loss_fn,
         make_optimizer=lambda model: Trainer(model=model, args=arguments).create_optimizer(),
         batch_size=arguments.per_device_train_batch_size,
         loader=loader,
@@ -149,16 +182,15 @@ def load(place: str) -> Job:
         raise DiagnoseError(f"{place!r} names no function. Give file.py:build, where build() returns a Job.")
     if not path.exists():
         raise DiagnoseError(f"There is no file {name}.")
+    folder = str(path.parent.resolve())
+    if folder not in sys.path:  # where Python looks when it runs the file: what build() returns may import from there
+        sys.path.insert(0, folder)
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
     sys.modules.setdefault(spec.name, module)  # Dynamo and pickle look a module up by its name
-    sys.path.insert(0, str(path.parent.resolve()))
-    try:
-        with one_sentence(place):
-            spec.loader.exec_module(module)
-            job = getattr(module, function)()
-    finally:
-        sys.path.pop(0)
+    with one_sentence(place):
+        spec.loader.exec_module(module)
+        job = getattr(module, function)()
     if not isinstance(job, Job):
         raise DiagnoseError(f"{place} returned a {type(job).__name__}; it must return a Job.")
     return job
@@ -168,8 +200,8 @@ def tensors(batch: object) -> list[torch.Tensor]:
     """All tensors in a batch, or in anything nested, in order."""
     if isinstance(batch, torch.Tensor):
         return [batch]
-    parts = batch.values() if hasattr(batch, "values") else batch
-    inside = isinstance(parts, Iterable) and not isinstance(parts, str)
+    parts = batch.values() if isinstance(batch, Mapping) else batch
+    inside = isinstance(batch, Mapping | list | tuple | set)
     return [t for part in parts for t in tensors(part)] if inside else []
 
 
@@ -196,18 +228,22 @@ def mapped(change: Callable[[torch.Tensor], torch.Tensor], batch: object) -> obj
     """The batch with each of its tensors changed."""
     if isinstance(batch, torch.Tensor):
         return change(batch)
-    if hasattr(batch, "items"):
+    if isinstance(batch, Mapping):
         return {key: mapped(change, value) for key, value in batch.items()}
-    return type(batch)(mapped(change, value) for value in batch) if isinstance(batch, tuple | list) else batch
+    parts = [mapped(change, value) for value in batch] if isinstance(batch, tuple | list) else []
+    if hasattr(batch, "_fields"):  # a named tuple
+        return type(batch)(*parts)
+    return type(batch)(parts) if isinstance(batch, tuple | list) else batch
 
 
 def real_tokens(batch: object) -> torch.Tensor | None:
     """Which tokens (B, T) are no padding: those in the attention mask, or before a run of the id that pads."""
-    mask = batch.get("attention_mask") if hasattr(batch, "get") else None
-    if mask is not None:
+    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+    if mask is not None and mask.dim() == 2 and not mask.is_floating_point():  # floats are added to scores
         return mask != 0
-    ids = next((t for t in tensors(batch) if t.dim() == 2 and t.shape[1] > 2 and not t.is_floating_point()), None)
-    if ids is None:
+    whole = (torch.int32, torch.int64)
+    ids = next((t for t in tensors(batch) if t.dim() == 2 and t.shape[1] > 2 and t.dtype in whole), None)
+    if ids is None or ids.max() < 2:  # ones and zeros are labels
         return None
     # the id that most rows end in; one such token at the end may be real, only a run of them is padding
     run = (ids == ids[:, -1].mode().values).flip(1).cumprod(1).flip(1).bool()
