@@ -6,6 +6,7 @@ import functools
 import importlib
 import pickle
 import random
+import sys
 from dataclasses import replace
 
 import first_project
@@ -599,6 +600,52 @@ def test_labels_of_ones_and_zeros_are_no_padding_and_added_masks_no_tokens():
     added = lambda n: {"x": torch.randn(n, 4), "attention_mask": torch.full((n, 4), -1e9).triu(1)}  # noqa: E731
     job = linear(make_batch=added, loss_fn=lambda model, b: model(b["x"]).pow(2).mean())
     assert counts(job, breaks=False).padded == 0
+
+
+def test_a_step_in_micro_batches_holds_what_its_peak_has_room_for():
+    def step(model, optimizer, x):
+        optimizer.zero_grad()
+        for part in x.chunk(8):
+            loss = model(part).pow(2).mean() / 8
+            loss.backward()
+        optimizer.step()
+        return loss
+
+    deep = lambda: nn.Sequential(*[nn.Linear(8, 8) for _ in range(6)])  # noqa: E731
+    whole = linear(make_model=deep, make_batch=lambda n: torch.randn(n, 8), batch_size=512)
+    found = counts(replace(whole, step=step), breaks=False)
+    state = found.parameters + found.optimizer
+    assert state + found.saved == found.peak < counts(whole, breaks=False).saved
+    told = {a.technique: a for a in advise(found, DEVICE, memory=state // 2)}
+    assert told["a smaller state (LoRA, FSDP, an 8-bit optimizer)"].helps
+
+
+def test_only_blocks_of_few_kinds_are_compiled_each(monkeypatch):
+    """Dynamo keeps eight versions of compiled modules in all, and runs the others in eager mode."""
+    monkeypatch.setattr(compat, "compiler", lambda: "g++")
+    compiled = lambda module: module._compiled_call_impl is not None  # noqa: E731
+    pair = lambda width: nn.Sequential(nn.Linear(4, width), nn.Linear(width, 4))  # noqa: E731
+    for widths, each in (((3, 3, 3, 3), True), ((3, 4, 5, 6), False)):
+        job = linear(make_model=lambda widths=widths: nn.Sequential(*map(pair, widths)))
+        model = RUNGS["torch.compile"][0](job).make_model()
+        assert ([compiled(block) for block in model], compiled(model)) == ([each] * 4, not each)
+
+
+def test_a_build_may_import_from_its_folder_when_the_model_is_made(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "my_layers.py").write_text("from torch import nn\nmake = lambda: nn.Linear(4, 2)\n")
+    (tmp_path / "my_training.py").write_text(
+        "import torch\nfrom speedlab.diagnose import Job\n\n\ndef make_model():\n    import my_layers\n\n"
+        "    return my_layers.make()\n\n\ndef build():\n    return Job(make_model, lambda n: torch.randn(n, 4),"
+        " lambda m, x: m(x).mean(), lambda m: torch.optim.SGD(m.parameters(), lr=0.1))\n"
+    )
+    assert counts(load(f"{tmp_path / 'my_training.py'}:build"), breaks=False).flops > 0
+
+
+def test_a_report_without_a_folder_is_refused_before_anything_is_measured(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        main(["nothing.py:build", "--out", str(tmp_path / "nowhere" / "report.html")])
+    assert "there is no folder" in capsys.readouterr().err
 
 
 Pair = collections.namedtuple("Pair", "values items")

@@ -136,7 +136,8 @@ def counts(job: Job, *, breaks: bool = True) -> Counts:
         in_use = {id(p) for group in optimizer.param_groups for p in group["params"]}
         return Counts(
             operations=tuple(watch.operations),
-            saved=saved.bytes,
+            # a step in micro-batches holds less at once than the loss of a whole batch; gradients come as it is freed
+            saved=min(saved.bytes, max(0, watch.peak - state.parameters - state.optimizer)),
             saved_by_module=dict(by_module.most_common()),
             parameters=state.parameters,
             gradients=state.gradients,
