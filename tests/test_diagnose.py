@@ -460,15 +460,19 @@ FIXED, MINE = torch.randn(8, 4), nn.Linear(4, 2)
 
 
 def test_a_batch_that_cannot_grow_is_not_called_larger():
-    assert "as many samples whatever" in RUNGS["a larger batch"][0](linear(make_batch=lambda n: FIXED))
+    assert "gave 8 samples when it was asked for 16" in RUNGS["a larger batch"][0](linear(make_batch=lambda n: FIXED))
+    prepared = linear(make_batch=lambda n: ["text"] * n, prepare=lambda batch: torch.randn(len(batch), 4))
+    assert isinstance(RUNGS["a larger batch"][0](prepared), Job), "only a prepared batch has to hold tensors"
 
 
 def test_a_checkpoint_is_refused_where_a_second_forward_would_train_twice():
     normal = lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))  # noqa: E731
     spectral = lambda: nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)), nn.ReLU())  # noqa: E731
-    for block, name in ((normal, "BatchNorm1d"), (spectral, "SpectralNorm")):
+    stateless = lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, track_running_stats=False))  # noqa: E731
+    for block, name in ((normal, "BatchNorm1d"), (spectral, "SpectralNorm"), (stateless, "")):
         job = linear(make_model=lambda block=block: nn.Sequential(block(), block(), block()))
-        assert f"Computed again, {name} would change" in RUNGS["checkpointing, or micro-batches"][0](job)
+        changed = RUNGS["checkpointing, or micro-batches"][0](job)
+        assert f"would run {name} twice" in changed if name else isinstance(changed, Job)
 
 
 def test_another_optimizer_is_found_by_its_second_step():
@@ -568,6 +572,11 @@ def test_calls_that_differ_in_a_flag_or_in_noise_are_not_the_same_again():
     assert counts(linear(make_model=lambda: Two(4, 2), loss_fn=both), breaks=False).repeated == {}
     assert counts(linear(make_model=lambda: Noisy(4, 2), loss_fn=again), breaks=False).repeated == {}
     assert counts(linear(loss_fn=again), breaks=False).repeated == {"Linear": 1}
+    flags = lambda model, x: (model(x, doubled=False) - model(x)).pow(2).mean()  # noqa: E731
+    assert counts(linear(make_model=lambda: Two(4, 2), loss_fn=flags), breaks=False).repeated == {}
+    layer = lambda: nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)  # noqa: E731
+    job = linear(make_model=layer, make_batch=lambda n: torch.randn(n, 3, 4), loss_fn=again)
+    assert counts(job, breaks=False).repeated, "attention without dropout draws nothing"
 
 
 def test_a_model_that_draws_what_it_does_not_save_is_proved_and_a_loss_may_rise():
@@ -581,6 +590,8 @@ def test_a_model_that_draws_what_it_does_not_save_is_proved_and_a_loss_may_rise(
 
     job = linear(make_model=Features)
     assert apart(job, RUNGS["a fused optimizer"][0](job)) < 1e-5
+    augmented = linear(prepare=lambda batch: batch + torch.randn_like(batch))
+    assert apart(augmented, augmented) == 0
     rising = linear(make_optimizer=lambda m: torch.optim.AdamW(m.parameters(), lr=1e-3, maximize=True))
     assert not trains(rising)
     _, tried = climb(rising, DEVICE, seconds=1, told=lambda line: None)

@@ -13,8 +13,6 @@ from unittest.mock import patch
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -78,22 +76,25 @@ def autocast(job: Job) -> Job | str:
 
 
 def compiled(job: Job) -> Job | str:
-    """The model's repeated blocks compiled once, or the whole model where it has none."""
+    """The model's repeated blocks compiled; the whole model where it has none, or more kinds than Dynamo keeps."""
     if not compat.compiler():
         return "There is no C++ compiler for torch.compile."
-    kinds = {tuple(p.shape for p in block.parameters()) for block in blocks(job.make_model())}
-    # compiled modules share Dynamo's limit of eight versions; each kind has one for training and one for the proof
-    return _on_blocks(job, lambda block: block.compile(), blocks if len(kinds) < 4 else lambda model: [])
+    kinds = {(type(block), *(p.shape for p in block.parameters())) for block in blocks(job.make_model())}
+    # all share Dynamo's limit of eight versions of one function; a kind needs one to train and one for the proof
+    return _on(job, lambda model: blocks(model) if 0 < len(kinds) < 4 else [model], lambda part: part.compile())
 
 
 def checkpointed(job: Job) -> Job | str:
     """Each repeated block computed again in backward instead of kept."""
-    parts = [part for block in blocks(job.make_model()) for part in block.modules()]
+    model, _ = job.built()
+    parts = [part for block in blocks(model) for part in block.modules()]
     if not parts:
         return "The model has no repeated blocks to compute again."
-    twice = {type(part).__name__.strip("_") for part in parts if isinstance(part, _BatchNorm | _SpectralNorm)}
+    kept = [(part, name, old.clone()) for part in parts for name, old in part.named_buffers(recurse=False)]
+    job.loss(model, job.batch())
+    twice = {type(part).__name__.strip("_") for part, name, old in kept if not torch.equal(getattr(part, name), old)}
     if twice:
-        return f"Computed again, {', '.join(sorted(twice))} would change its statistics or weights twice in a step."
+        return f"A checkpoint would run {', '.join(sorted(twice))} twice in a step, and each run changes its buffers."
 
     def change(block: nn.Module) -> None:
         block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
@@ -106,16 +107,14 @@ def checkpointed(job: Job) -> Job | str:
     # transformers' own switch, by its new and its old name, turns the cache of keys off as well
     names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
     own = [name for name in names if hasattr(job.make_model(), name)]
-    return replace(job, make_model=switched) if own else _on_blocks(job, change)
+    return replace(job, make_model=switched) if own else _on(job, blocks, change)
 
 
-def _on_blocks(
-    job: Job, change: Callable[[nn.Module], None], of: Callable[[nn.Module], list[nn.Module]] | None = None
-) -> Job:
+def _on(job: Job, parts: Callable[[nn.Module], list[nn.Module]], change: Callable[[nn.Module], None]) -> Job:
     def make() -> nn.Module:
         model = job.make_model()
-        for block in (of or blocks)(model) or [model]:
-            change(block)
+        for part in parts(model):
+            change(part)
         return model
 
     return replace(job, make_model=make)
@@ -179,8 +178,9 @@ def larger_batch(job: Job) -> Job | str:
     """Twice the batch."""
     if job.loader is not None:
         return "Your loader makes the batches: double its batch_size, and climb again."
-    if size_of(job.make_batch(2 * job.batch_size)) != 2 * size_of(job.make_batch(job.batch_size)):
-        return "make_batch gives as many samples whatever is asked for."
+    one, two = (size_of(job.batch(times * job.batch_size)) for times in (1, 2))
+    if two != 2 * one:
+        return f"make_batch gave {two} samples when it was asked for {2 * job.batch_size}."
     return replace(job, batch_size=2 * job.batch_size)
 
 
@@ -249,7 +249,7 @@ def _try(
             if difference > tolerance:
                 raise DiagnoseError("its outputs, gradients or updates are not the baseline's")
             if not trains(changed) and trains(job):
-                raise DiagnoseError("the loss does not fall in five steps on one batch, as it does without")
+                raise DiagnoseError("the loss does not fall in five steps on one batch; without this change it does")
             after = counts(changed, breaks=False)
             if limit is not None and after.peak > max(limit, before.peak):
                 raise DiagnoseError(f"its peak of {after.peak:,} bytes is over the limit of {limit:,}")
@@ -318,9 +318,9 @@ def _outputs(job: Job, model: nn.Module, batch: object) -> list[torch.Tensor]:
 def _seen(job: Job, model: nn.Module, batch: object) -> list[torch.Tensor]:
     from torch._inductor import config as inductor  # takes more than a second
 
+    machine.seed_everything(0)  # prepare, the model and the loss may draw: the same for both
     batch, found = job.prepare(batch), []
     real = real_tokens(batch)
-    machine.seed_everything(0)  # a loss may draw noise: the same for both
     for module in model.modules():
         # transformers' layers checkpoint in training mode only
         if any(kind.__name__ == "GradientCheckpointingLayer" for kind in type(module).__mro__):
@@ -353,7 +353,7 @@ def _off(a: torch.Tensor, b: torch.Tensor, least: float) -> float:
 @untouched()
 def trains(job: Job) -> bool:
     """Whether five steps on one batch lower its loss, each with the same dropout and noise."""
-    torch.manual_seed(0)
+    machine.seed_everything(0)
     model, optimizer = job.built()
     batch, losses = job.batch(), []
     for _ in range(6):

@@ -136,7 +136,7 @@ def counts(job: Job, *, breaks: bool = True) -> Counts:
         in_use = {id(p) for group in optimizer.param_groups for p in group["params"]}
         return Counts(
             operations=tuple(watch.operations),
-            # a step in micro-batches holds less at once than the loss of a whole batch; gradients come as it is freed
+            # micro-batches hold less at once than a whole batch's loss; gradients appear while that is freed
             saved=min(saved.bytes, max(0, watch.peak - state.parameters - state.optimizer)),
             saved_by_module=dict(by_module.most_common()),
             parameters=state.parameters,
@@ -222,10 +222,14 @@ class _Watch(TorchDispatchMode):
         name = func._schema.name.split("::")[-1]
         where = self.where()
         masked = name in _INDEXING and any(t.dtype == torch.bool for t in tensors(args[1]))
-        # one number put where a mask is true needs no list of the places
-        if name in _WAITS or (masked and (name == "index" or args[2].numel() > 1)):
+        # one number of the host is filled in where a mask is true, without a list of the places
+        fills = masked and name != "index" and args[2].numel() == 1 and args[2].is_cpu and True not in args[3:]
+        if name in _WAITS or (masked and not fills):
             self.sync()
-        self.draws += torch.Tag.nondeterministic_seeded in func.tags
+        # attention bears this tag also where it drops nothing
+        named = {of.name: given for of, given in zip(func._schema.arguments, args, strict=False)} | kwargs
+        keeps_all = "scaled_dot_product" in name and not named.get("dropout_p")
+        self.draws += torch.Tag.nondeterministic_seeded in func.tags and not keeps_all
         if func.is_view or name in _NOTHING_LAUNCHED or func.namespace in _NO_WORK:
             return out
         taken, given = _read_and_written(func, args, kwargs, out)
@@ -279,7 +283,7 @@ class _Watch(TorchDispatchMode):
         # references, not addresses: what is freed leaves its address to others
         same = ((weakref.ref(t.untyped_storage()), t.storage_offset(), t._version, t.shape) for t in inputs)
         plain = str | int | float | None  # a flag, the name of a task
-        said = tuple(v if isinstance(v, plain) else type(v) for v in (*given, *named.values()))
+        said = tuple((k, v if isinstance(v, plain) else type(v)) for k, v in (*enumerate(given), *named.items()))
         key = (id(module), said, *(p._version for p in own), *same)
         if key in self._seen:
             self.repeated[type(module).__name__] += 1
@@ -315,15 +319,16 @@ class _Methods(TorchFunctionMode):
 
     def __init__(self, watch: _Watch) -> None:
         super().__init__()
-        self.watch, self.on_host = watch, lambda: None
+        self.watch, self.on_host = watch, []
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         name = getattr(func, "__name__", "")
-        if name in _COPIES and isinstance(args[0], torch.Tensor) and self.on_host() is not args[0]:
+        copies = name in _COPIES and isinstance(args[0], torch.Tensor)
+        if copies and all(ref() is not args[0] for ref in self.on_host):
             self.watch.sync()
         out = func(*args, **(kwargs or {}))
         if name == "cpu":
-            self.on_host = weakref.ref(out)  # `.cpu().numpy()` waits once
+            self.on_host.append(weakref.ref(out))  # `.cpu().numpy()` waits once
         if name not in ("to", "cuda") or args[0].is_inference() or WRAPPED(args[0]):
             return out
         if out.data_ptr() != args[0].data_ptr() and not args[0].requires_grad:

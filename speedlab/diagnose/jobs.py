@@ -4,6 +4,7 @@ import contextlib
 import copy
 import importlib.util
 import inspect
+import itertools
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -62,11 +63,12 @@ class Job:
     def built(self) -> tuple[nn.Module, torch.optim.Optimizer]:
         """A fresh model in training mode, and its optimizer."""
         with one_sentence("make_model()", "Call it by itself until it works."):
-            model = self.make_model()
+            model, alone = self.make_model(), object()
+            # held elsewhere too: by itself, in a cycle, or by the caller, whose own model would then be trained
+            shared = sys.getrefcount(model) > sys.getrefcount(alone) and self.make_model() is model
         if not isinstance(model, nn.Module):
             raise DiagnoseError(f"make_model() returned a {type(model).__name__}; it must return an nn.Module.")
-        # somebody else holds it: a module that refers to itself, or the caller, whose model would be trained
-        if sys.getrefcount(model) > 2 and self.make_model() is model:
+        if shared:
             raise DiagnoseError("make_model() returned the same model twice. Return a new one, or a deepcopy of it.")
         if isinstance(model, DistributedDataParallel):
             raise DiagnoseError("The model is wrapped in DistributedDataParallel. Diagnose what is inside (.module).")
@@ -92,15 +94,14 @@ class Job:
         return self._again_and_again()
 
     def _again_and_again(self) -> Iterator:
-        while True:
+        for epoch in itertools.count():
             batch = None
-            with one_sentence("The loader"):
+            with one_sentence("The loader, or prepare(batch),"):
                 for batch in self.loader:
                     yield self.prepare(batch)
             if batch is None:
-                raise DiagnoseError(
-                    "The loader ended and does not begin again. Give the DataLoader, not iter() of it."
-                )
+                ended = "The loader ended and does not begin again. Give the DataLoader, not iter() of it."
+                raise DiagnoseError(ended if epoch else "The loader gives no batch.")
 
     def train(self, model: nn.Module, optimizer: torch.optim.Optimizer, batch: object) -> torch.Tensor:
         """Do one step."""
@@ -131,8 +132,11 @@ def from_lightning(module, loader: Iterable, batch_size: int | None = None) -> J
     if first is None:
         raise DiagnoseError("The loader gives no batch.")
 
+    takes = inspect.signature(module.training_step).parameters.values()
+    alone = len(takes) == 1 and not any(p.kind is p.VAR_POSITIONAL for p in takes)  # without the batch's number
+
     def loss_fn(model: nn.Module, batch: object) -> torch.Tensor:
-        said = model.training_step(*(batch, 0)[: len(inspect.signature(model.training_step).parameters)])
+        said = model.training_step(batch) if alone else model.training_step(batch, 0)
         return said["loss"] if isinstance(said, dict) else said
 
     def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
