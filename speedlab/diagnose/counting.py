@@ -119,16 +119,16 @@ def counts(job: Job, *, breaks: bool = True) -> Counts:
         graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
         watches = []
         around.enter_context(_collector_held())
-        buffers = _nbytes(model.buffers())
+        buffers = count.state_bytes(model).buffers
         for batch in batches[4:]:
             watches.append(_Watch(model, optimizer, batch))
             with watches[-1]:
                 job.train(model, optimizer, batch)
             gc.collect()
         watch, again = watches[0], set.intersection(*(set(watch.moved) for watch in watches))
-        # looked at two steps later: what the next steps replaced with their own is state, and no leak
-        left_behind = watch.left_behind() + max(0, _nbytes(model.buffers()) - buffers) // len(watches)
         state = count.state_bytes(model, optimizer)
+        # looked at two steps later: what the next steps replaced with their own is state, and no leak
+        left_behind = watch.left_behind() + max(0, state.buffers - buffers) // len(watches)
         saved = count.saved_bytes(lambda: job.loss(model, batches[4]), model)
         by_module: Counter[str] = Counter()
         for tensor in saved.tensors:
@@ -373,10 +373,6 @@ def _drops(module: nn.Module) -> bool:
 def _bytes(tensor: torch.Tensor) -> int:
     """Bytes of a tensor's elements; of one that is expanded, those that exist."""
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
-
-
-def _nbytes(parts: Iterable[torch.Tensor]) -> int:
-    return sum(part.nbytes for part in parts)
 
 
 def _padded(batches: list) -> float:

@@ -205,8 +205,7 @@ def tensors(batch: object) -> list[torch.Tensor]:
     if isinstance(batch, torch.Tensor):
         return [batch]
     parts = batch.values() if isinstance(batch, Mapping) else batch
-    inside = isinstance(batch, Mapping | list | tuple | set)
-    return [t for part in parts for t in tensors(part)] if inside else []
+    return [t for part in parts for t in tensors(part)] if isinstance(batch, Mapping | list | tuple | set) else []
 
 
 def size_of(batch: object) -> int:
@@ -234,10 +233,10 @@ def mapped(change: Callable[[torch.Tensor], torch.Tensor], batch: object) -> obj
         return change(batch)
     if isinstance(batch, Mapping):
         return {key: mapped(change, value) for key, value in batch.items()}
-    parts = [mapped(change, value) for value in batch] if isinstance(batch, tuple | list) else []
-    if hasattr(batch, "_fields"):  # a named tuple
-        return type(batch)(*parts)
-    return type(batch)(parts) if isinstance(batch, tuple | list) else batch
+    if not isinstance(batch, tuple | list):
+        return batch
+    parts = [mapped(change, value) for value in batch]
+    return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)  # a named tuple takes them singly
 
 
 def real_tokens(batch: object) -> torch.Tensor | None:
