@@ -119,7 +119,7 @@ def counts(job: Job, *, breaks: bool = True) -> Counts:
         graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
         watches = []
         around.enter_context(_collector_held())
-        buffers = count.state_bytes(model).buffers
+        buffers = _buffer_bytes(model)
         for batch in batches[4:]:
             watches.append(_Watch(model, optimizer, batch))
             with watches[-1]:
@@ -128,7 +128,7 @@ def counts(job: Job, *, breaks: bool = True) -> Counts:
         watch, again = watches[0], set.intersection(*(set(watch.moved) for watch in watches))
         state = count.state_bytes(model, optimizer)
         # looked at two steps later: what the next steps replaced with their own is state, and no leak
-        left_behind = watch.left_behind() + max(0, state.buffers - buffers) // len(watches)
+        left_behind = watch.left_behind() + max(0, _buffer_bytes(model) - buffers) // len(watches)
         saved = count.saved_bytes(lambda: job.loss(model, batches[4]), model)
         by_module: Counter[str] = Counter()
         for tensor in saved.tensors:
@@ -373,6 +373,11 @@ def _drops(module: nn.Module) -> bool:
 def _bytes(tensor: torch.Tensor) -> int:
     """Bytes of a tensor's elements; of one that is expanded, those that exist."""
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
+
+
+def _buffer_bytes(model: nn.Module) -> int:
+    """Bytes of the model's buffers; sparse weights, which have no storage to look at, are left alone."""
+    return sum(buffer.nbytes for buffer in model.buffers())
 
 
 def _padded(batches: list) -> float:
