@@ -1,8 +1,11 @@
 """Run a script on several processes from a notebook or a test, and leave nothing behind.
 
 The processes are started by `python -m torch.distributed.run --standalone`, which gives each its rank and finds a
-free port. Each of them is this file run as a script, which runs the given one. Their standard input is a pipe from
-the caller: when it closes, because the caller died, each ends itself and what it started.
+free port. Each of them is this file run as a script, which runs the given one. They hold one end of a pipe: when the
+other closes, because the caller died, each ends itself and what it started.
+
+Importing torch takes seconds. On Linux, torchrun has done so already when it copies itself (`--run-path`), once for
+each rank; elsewhere such a copy is not safe, and each rank is a Python that starts from nothing.
 """
 
 import atexit
@@ -10,6 +13,7 @@ import contextlib
 import os
 import re
 import runpy
+import signal
 import subprocess
 import sys
 import tempfile
@@ -24,6 +28,8 @@ import psutil
 
 # All ranks are on this machine: by its own interface they find each other whatever the host's name resolves to.
 _INTERFACE = {"linux": "lo", "darwin": "lo0"}
+_COPIED = ("--run-path", "--start-method=fork") if sys.platform == "linux" else ()
+_PIPE = "SPEEDLAB_LAUNCH_PIPE"
 
 
 @dataclass(frozen=True)
@@ -66,7 +72,7 @@ def run(
     with tempfile.TemporaryDirectory(prefix="speedlab-", ignore_cleanup_errors=True) as folder:
         command = [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"),
-            *(f"--nproc-per-node={processes}", "--redirects=3", f"--log-dir={folder}", *options),
+            *(f"--nproc-per-node={processes}", "--redirects=3", f"--log-dir={folder}", *_COPIED, *options),
             *(__file__, str(script), *map(str, arguments)),
         ]
         start = time.perf_counter()
@@ -110,16 +116,19 @@ def _environment(processes: int) -> dict[str, str]:
 
 def _finish(command: list[str], environment: dict[str, str], sink: object, deadline: float) -> int | None:
     """Run torchrun and return its exit code, None if time ran out. Leaving, in any way, ends all that it started."""
+    theirs, ours = os.pipe()
     launcher = subprocess.Popen(
         command,
-        env=environment,
-        stdin=subprocess.PIPE,
+        env={**environment, _PIPE: str(theirs) if _COPIED else "0"},
+        stdin=theirs,
+        pass_fds=[theirs] if _COPIED else (),  # a copy's standard input is empty
         stdout=sink,
         stderr=subprocess.STDOUT,
         # Ctrl-C in a terminal reaches every process of a group: here it is for the caller alone
         start_new_session=True,
         creationflags=getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0),
     )
+    os.close(theirs)
     try:
         # not wait(): on Windows an interrupt would come through only after it
         while launcher.poll() is None and time.perf_counter() < deadline:
@@ -128,7 +137,7 @@ def _finish(command: list[str], environment: dict[str, str], sink: object, deadl
     finally:
         if launcher.returncode is None:
             _end_family(launcher.pid)
-        launcher.stdin.close()
+        os.close(ours)
         launcher.wait()
 
 
@@ -169,8 +178,9 @@ def _end_family(pid: int) -> None:
 
 
 def _end_with_the_caller() -> None:
-    """Wait until nobody holds the other end of standard input, then end this process and what it started."""
-    sys.stdin.buffer.read()
+    """Wait until nobody holds the other end of the pipe, then end this process and what it started."""
+    while os.read(int(os.environ[_PIPE]), 1):
+        pass
     for child in psutil.Process().children():
         _end_family(child.pid)
     os._exit(1)
@@ -178,6 +188,10 @@ def _end_with_the_caller() -> None:
 
 def _rank(script: str, arguments: list[str]) -> int:
     """Be one rank: run the script as Python would, and return the code to exit with."""
+    if _COPIED:  # with the launcher's ways of ending, which are not a rank's
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+            signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     threading.Thread(target=_end_with_the_caller, daemon=True).start()
     sys.path[0], sys.argv = str(Path(script).parent), [script, *arguments]
     code: object = 0
@@ -200,6 +214,8 @@ def _rank(script: str, arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    # Python's own shutting down is left out: it would wait for the thread that reads standard input, and DDP keeps
-    # the group's threads alive, of which one that lets go of a tensor meanwhile aborts the process (pytorch 190489)
-    os._exit(_rank(sys.argv[1], sys.argv[2:]))
+    ended = _rank(sys.argv[1], sys.argv[2:])
+    # Python's own shutting down is left out: it would wait for the thread that reads the pipe, and DDP keeps the
+    # group's threads alive, of which one that lets go of a tensor meanwhile aborts the process (pytorch 190489).
+    # A copy is spared it anyway, and torchrun waits for its return.
+    sys.exit(ended) if _COPIED else os._exit(ended)

@@ -1,6 +1,7 @@
 """What the scripts of this unit share: their options, the reviews, and the way into the group of processes."""
 
 import argparse
+import multiprocessing
 import os
 import sys
 from collections.abc import Callable
@@ -75,8 +76,11 @@ def leave() -> NoReturn:
     """Leave the group and end this process, at once: nothing after this call runs.
 
     DDP keeps the group's threads alive, and one that lets go of a tensor while Python shuts down aborts the process
-    (torch 2.15, pytorch issue 190489). So Python's own shutting down is left out.
+    (torch 2.15, pytorch issue 190489). So Python's own shutting down is left out, as `multiprocessing` does for the
+    processes that it starts: `torchrun --run-path` starts them so, and waits for their return.
     """
     dist.destroy_process_group()
     sys.stdout.flush()
-    os._exit(0)
+    if multiprocessing.parent_process() is None:
+        os._exit(0)
+    raise SystemExit
