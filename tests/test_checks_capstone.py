@@ -51,7 +51,7 @@ def test_every_wrong_choice_is_refused_with_a_reason(task, right, options, verdi
     for name, choice in itertools.product(right, options):
         if right[name] != choice:
             said = verdict(task, lambda: {**right, name: choice})  # noqa: B023
-            assert f"{name}: not {choice}. " in said and len(said.split(". ", 2)[2]) > 20, said
+            assert f"{name}: not {choice!r}. " in said and len(said.split(". ", 2)[2]) > 20, said
     assert "no choice for" in verdict(task, lambda: {})
     assert "none of the options" in verdict(task, lambda: {**right, next(iter(right)): "magic"})
 
@@ -123,7 +123,6 @@ CLIPS = {
     "double": with_norm(stacked, back=torch.Tensor.double),
     "foreach": foreach,
     "two calls": two_calls,
-    "assigned": assigned,
     "torch's own": lambda model, limit: nn.utils.clip_grad_norm_(model.parameters(), limit),
     "torch's, by name": lambda model, limit: torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=limit),
     "torch's, foreach off": lambda model, limit: nn.utils.clip_grad_norm_(model.parameters(), limit, foreach=False),
@@ -178,12 +177,12 @@ WRONG_CLIPS = {
         lambda m, limit: (stacked(gradients(m)), nn.utils.clip_grad_value_(m.parameters(), limit))[0],
         "factor",
     ),
-    "norm of norms added": (with_norm(lambda grads: sum(g.norm() for g in grads)), "One factor for all"),
+    "norm of norms added": (with_norm(lambda grads: sum(g.norm() for g in grads)), "root of the sum of all squares"),
     "the largest element": (
         lambda m, limit: nn.utils.clip_grad_norm_(m.parameters(), limit, norm_type=math.inf),
-        "One factor for all",
+        "root of the sum of all squares",
     ),
-    "norm of ones": (with_norm(lambda grads: sum(g.abs().sum() for g in grads)), "One factor"),
+    "norm of ones": (with_norm(lambda grads: sum(g.abs().sum() for g in grads)), "root of the sum"),
     "always to the limit": (with_norm(stacked, lambda n, limit: limit / (n + 1e-12)), "below the limit"),
     "never": (lambda model, limit: stacked(gradients(model)), "unchanged"),
     "upside down": (with_norm(stacked, lambda n, limit: (n / limit).clamp(max=1)), "gradients are not"),
@@ -196,6 +195,7 @@ WRONG_CLIPS = {
     "nan": (with_norm(stacked, back=lambda n: n * math.nan), "nan"),
     "no return": (with_norm(stacked, back=lambda n: None), "None"),
     "a list of norms": (lambda m, limit: [nn.utils.clip_grad_norm_(m.parameters(), limit)] * 2, "number"),
+    "assigned": (assigned, "new gradients"),
     "many operations": (wasteful, "operations for"),
 }
 
@@ -648,7 +648,15 @@ WRONG_PLANS = {
     "the whole batch only": (planner(sizes=lambda batch: [batch]), "None"),
     "powers of two": (planner(sizes=lambda batch: [m for m in (1, 2, 4, 8) if batch % m == 0]), "batch=12"),
     "any size": (planner(sizes=lambda batch: range(1, batch + 1)), "divide"),
-    "strictly below": (planner(strict=True), "micro"),
+    "strictly below": (planner(strict=True), "960 bytes, which is allowed"),
+    "never all layers": (
+        planner(
+            subsets=lambda layers: [
+                c for n in range(len(layers)) for c in itertools.combinations(range(len(layers)), n)
+            ]
+        ),
+        "try that set",
+    ),
     "the dearest": (planner(worst=True), "costs"),
     "fewest layers": (planner(cost=lambda layers, micro, again: len(again)), "micro-batches"),
     "largest micro-batch": (planner(cost=lambda layers, micro, again: -micro), "again"),

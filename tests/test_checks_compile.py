@@ -778,7 +778,7 @@ RIGHT_JOBS = checks._RIGHT
 def test_jobs_gives_a_reason_for_every_wrong_choice(name, right, verdict):
     for wrong in set(checks.CHOICES) - {right}:
         said = verdict("jobs", lambda chosen={**RIGHT_JOBS, name: wrong}: chosen)
-        assert said.startswith(f"not yet right. {name}: not {wrong}. ") and len(said.split()) > 12, said
+        assert said.startswith(f"not yet right. {name}: not {wrong!r}. ") and len(said.split()) > 12, said
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from notebook_answers import defined
 from torch import nn
 
 from speedlab.checks import core
-from speedlab.checks.core import NotYetError, ask, check, close, diagnose, distance, expect, fail
+from speedlab.checks.core import NotYetError, ask, check, close, diagnose, distance, expect, fail, where
 
 
 def said(examine, *answers, seconds=30.0) -> str:
@@ -148,6 +148,18 @@ ERRORS = {
 @pytest.mark.parametrize("text", ERRORS)
 def test_an_error_is_told_with_the_answers_own_line(text):
     assert ERRORS[text] in said(call, made(text, math=math)["f"])
+
+
+def test_an_error_is_told_with_the_case_in_which_it_came():
+    def examine(answer):
+        for case in (1, 0):
+            with where(f"For {case}"), where("step 2"):
+                answer(case)
+
+    told = said(examine, made("def f(n):\n    return 1 / n")["f"])
+    assert told.startswith(
+        "not yet right. For 0: step 2: Your code raised ZeroDivisionError at the line `return 1 / n`"
+    )
 
 
 def test_an_error_in_the_check_itself_quotes_no_line_that_is_not_the_answers():
@@ -309,9 +321,9 @@ def test_two_numbers_are_shown_with_the_digits_that_tell_them_apart():
     ("chosen", "words"),
     [
         ({"A": "x", "B": "y", "C": "more"}, "correct"),
-        ({"A": "y", "B": "y"}, "A: not y. Too slow."),
-        ({"A": "z", "B": "y"}, "A: not z. Never z."),
-        ({"A": "x", "B": "x"}, "B: not x. Look at B."),
+        ({"A": "y", "B": "y"}, "A: not 'y'. Too slow."),
+        ({"A": "z", "B": "y"}, "A: not 'z'. Never z."),
+        ({"A": "x", "B": "x"}, "B: not 'x'. Look at B."),
         ({"A": "x"}, "no choice for 'B' yet"),
         ({"A": ["x"], "B": "y"}, "none of the options: x, y, z"),
         (None, "dictionary"),

@@ -446,6 +446,12 @@ def with_an_executor(load, step, count, depth=2):
                 future.cancel()
 
 
+def without_result(load, step, count, depth=2):
+    with ThreadPoolExecutor(1) as pool:
+        for future in [pool.submit(load, i) for i in range(count)]:
+            step(future)
+
+
 def with_a_bounded_queue(load, step, count, depth=2):
     # the queue holds depth - 1, and the thread one more in its hands
     ready, stop, started = queue.Queue(), threading.Event(), threading.Semaphore(depth)
@@ -570,6 +576,7 @@ WRONG_LOOPS = {
     "one slot, whatever the depth": (looping(slots=1), "Make use of `depth`"),
     "no join": (looping(joins=False), "still runs"),
     "clean-up for Ctrl-C only": (looping(only=KeyboardInterrupt), "still runs"),
+    "futures as batches": (without_result, "call `result()`"),
     "None is an error": (looping(none_is_error=True), "no batch"),
     "errors swallowed": (looping(hands_over=False), "as if nothing had happened"),
     "the error before its turn": (raises_at_once, "train on them"),

@@ -235,10 +235,11 @@ def test_accumulate_rejects_other_ways(source, word, rejects):
 CLIPPED = """
 def answer(fabric, model, optimizer, micro_batches, max_norm):
     optimizer.zero_grad()
-    for images, labels in micro_batches:
-        loss = F.cross_entropy(model(images), labels) / len(micro_batches)
-        fabric.backward(loss)
-    norm = fabric.clip_gradients(model, optimizer, max_norm=max_norm)
+    for i, (images, labels) in enumerate(micro_batches):
+        with fabric.no_backward_sync(model, enabled=i < len(micro_batches) - 1):
+            loss = F.cross_entropy(model(images), labels) / len(micro_batches)
+            fabric.backward(loss)
+    norm = fabric.clip_gradients(model, optimizer, max_norm=max_norm, error_if_nonfinite=False)
     optimizer.step()
     return norm
 """
@@ -248,15 +249,18 @@ RIGHT_CLIPS = {
     "zeroed afterwards": (CLIPPED.replace("    optimizer.zero_grad()\n", "").replace(
         "    return norm", "    optimizer.zero_grad()\n    return norm"),),
     "by popping": (CLIPPED.replace(
-        "    for images, labels in micro_batches:",
+        "    for i, (images, labels) in enumerate(micro_batches):",
         "    n = len(micro_batches)\n    while micro_batches:\n        images, labels = micro_batches.pop()",
-        ).replace("/ len(micro_batches)", "/ n"),),
+        ).replace("/ len(micro_batches)", "/ n").replace("i < len(micro_batches) - 1", "bool(micro_batches)"),),
 }  # fmt: skip
 WRONG_CLIPS = {
-    "PyTorch's own": ([("fabric.clip_gradients(model, optimizer, max_norm=max_norm)",
+    "PyTorch's own": ([("fabric.clip_gradients(model, optimizer, max_norm=max_norm, error_if_nonfinite=False)",
                         "nn.utils.clip_grad_norm_(model.parameters(), max_norm)")], "unscales first"),
     "by value": ([("max_norm=max_norm", "clip_val=max_norm")], "not `clip_val`"),
-    "by position": ([("optimizer, max_norm=max_norm", "optimizer, max_norm")], "not `clip_val`"),
+    "by position": ([("optimizer, max_norm=max_norm, error_if_nonfinite=False", "optimizer, max_norm")],
+                    "not `clip_val`"),
+    "sent each time": ([("        with fabric.no_backward_sync(model, enabled=i < len(micro_batches) - 1):\n",
+                         "        if True:\n")], "in every backward"),
     "each micro-batch": ([("    norm = ", "        norm = ")], "clip them once"),
     "sum": ([(" / len(micro_batches)", "")], "not of the mean"),
     "after the step": ([("    optimizer.step()\n", ""), ("    norm = ", "    optimizer.step()\n    norm = ")],
@@ -266,8 +270,8 @@ WRONG_CLIPS = {
     "nothing returned": ([("    return norm", "    return None")], "return"),
     "the limit": ([("    return norm", "    return max_norm")], "before clipping is"),
     "nan": ([("    return norm", "    return float('nan')")], "is nan"),
-    "never sent": ([("        fabric.backward(loss)\n", "        with fabric.no_backward_sync(model):\n"
-                     "            fabric.backward(loss)\n")], "DDP decides in forward"),
+    "never sent": ([("            fabric.backward(loss)\n", "            with fabric.no_backward_sync(model):\n"
+                     "                fabric.backward(loss)\n")], "DDP decides in forward"),
     "past Fabric": ([("fabric.backward(loss)", "loss.backward()")], "fabric.backward"),
     "nan in the last bias": ([("    return norm", "    if len(micro_batches) == 1 or max_norm == 0.2:\n"
                                "        list(model.parameters())[-1].data[-1] = 1e9\n    return norm")], "weights"),
@@ -292,6 +296,11 @@ def test_clipped_step_accepts(source, verdict):
 @pytest.mark.parametrize(("changes", "word"), named(WRONG_CLIPS))
 def test_clipped_step_rejects(changes, word, rejects):
     rejects("clipped_step", changed(CLIPPED, *changes), word)
+
+
+def test_clipped_step_names_the_overflow_at_which_an_answer_raises(verdict):
+    said = verdict("clipped_step", changed(CLIPPED, (", error_if_nonfinite=False", "")))
+    assert said.startswith("not yet right. In 16-mixed, with an overflow") and "raised RuntimeError" in said
 
 
 def test_clipped_step_rejects_gradients_that_are_never_sent(rejects):

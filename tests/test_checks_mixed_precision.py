@@ -741,7 +741,7 @@ RIGHT = {"V100": "16-mixed", "H100": "bf16-mixed", "laptop": "32-true", "server"
 def test_machines_gives_a_reason_for_every_wrong_setting(name, verdict):
     for wrong in set(SETTINGS) - {RIGHT[name]}:
         said = verdict("machines", lambda wrong=wrong: {**RIGHT, name: wrong})
-        assert said.startswith(f"not yet right. {name}: not {wrong}.") and len(said.split()) > 12, said
+        assert said.startswith(f"not yet right. {name}: not {wrong!r}.") and len(said.split()) > 12, said
 
 
 @pytest.mark.parametrize(

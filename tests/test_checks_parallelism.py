@@ -612,7 +612,7 @@ def test_overrule_gives_a_reason_for_every_wrong_plan(name, verdict):
     for wrong in set(RIGHT.values()) | {"data", "tensor"}:
         said = verdict("overrule", lambda wrong=wrong: {**RIGHT, name: wrong})
         right = wrong == RIGHT[name]
-        assert said == "correct" if right else said.startswith(f"not yet right. {name}: not {wrong}. "), said
+        assert said == "correct" if right else said.startswith(f"not yet right. {name}: not {wrong!r}. "), said
         assert right or len(said.split()) > 12, said
 
 

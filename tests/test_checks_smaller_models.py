@@ -921,6 +921,7 @@ def of_the_tensor(weight):
             (int8(lambda w: row_scales(w).clamp(min=1e-4).half()), "bytes"),
             (int8(lambda w: (w.abs().amax(1, keepdim=True) / 127).clamp(min=1e-8)), "floor"),
             (int8(lambda w: w.abs().amax(1, keepdim=True) / 127 + 1e-8), "floor under your scale"),
+            (int8(lambda w: (w.abs().amax(1, keepdim=True) / 127).clamp(min=1e-5)), "floor under your scale"),
             (int8(lambda w: (w.abs().amax(1, True) / 127).clamp(min=torch.finfo(w.dtype).eps)), "floor"),
             (int8(made=lambda q, s: (q, s.expand(q.shape))), "scales for"),
             (int8(made=lambda q, s: (s, q)), "int8"),
@@ -981,6 +982,11 @@ def layers(network, stay):
         if two.bias is not None:
             two.bias.copy_(second.bias)
     return one, two
+
+
+def with_the_bias(network, keep):
+    weight, bias = network[0].weight, network[0].bias
+    return (weight if bias is None else torch.cat([weight, bias[:, None]], 1)).norm(dim=1).topk(keep).indices
 
 
 def cut(stay=largest, build=layers, join=lambda one, activation, two: nn.Sequential(one, activation, two), **change):
@@ -1235,6 +1241,7 @@ class Twice(Block):
             (cut(lambda n, keep: n[2].weight.norm(dim=0).topk(keep).indices), "incoming"),
             (cut(lambda n, keep: n[0].weight.abs().sum(1).topk(keep).indices), "absolute weights"),
             (cut(lambda n, keep: n[0].weight.sum(1).topk(keep).indices), "signs cancel"),
+            (cut(with_the_bias), "leave it out of the norm"),
             (cut(lambda n, keep: torch.arange(keep)), "first ones"),
             (cut(lambda n, keep: largest(n, max(1, keep - 1))), "cut both"),
             (cut(lambda n, keep: largest(n, min(keep + 1, n[0].out_features))), "cut both"),
@@ -1284,6 +1291,16 @@ def distilled(taught=taught, soft=divergence, hard=F.cross_entropy, add=None, be
         return after(add(*losses, alpha) if add else alpha * losses[0] + (1 - alpha) * losses[1])
 
     return distillation_loss
+
+
+def with_a_soft_hard_loss(student, teacher, images, labels, temperature, alpha):
+    hard = lambda logits, labels: F.cross_entropy(logits / temperature, labels)  # noqa: E731
+    return distilled(hard=hard)(student, teacher, images, labels, temperature, alpha)
+
+
+def with_a_larger_whole(*given):
+    add = lambda soft, hard, alpha: alpha * soft + (1 - alpha) * given[4] ** 2 * hard  # noqa: E731
+    return distilled(add=add)(*given)
 
 
 def with_probabilities(logits, target, temperature):
@@ -1448,7 +1465,9 @@ def without_hard(soft, hard, alpha):
             (distilled(lambda teacher, images: without_gradients.__wrapped__(teacher.train(), images)), "no_grad"),
             (distilled(lambda teacher, images: torch.no_grad()(teacher)(images)), "teacher.eval()"),
             (distilled(soft=kl(power=0, **MEAN)), "temperature squared"),
-            (distilled(soft=kl(power=1, **MEAN)), "0.333 times"),
+            (distilled(soft=kl(power=1, **MEAN)), "squared, not by the temperature"),
+            (with_a_soft_hard_loss, "takes the logits as they are"),
+            (with_a_larger_whole, "belongs to the soft loss only"),
             (distilled(soft=kl(power=4, **MEAN)), "9 times"),
             (distilled(soft=kl()), "batchmean"),
             (distilled(soft=kl(reduction="mean", power=0)), "batchmean"),
@@ -1595,7 +1614,6 @@ RIGHT_LORA = [
     (made(down=torch.ones), adapted, merged),
     (made(down=torch.eye), adapted, merged),
     (made(down=lambda *shape: torch.rand(*shape) - 0.5), adapted, merged),
-    (made(kind=lambda tensor: tensor.requires_grad_()), adapted, merged),
     (made(freeze=flag_by_flag), adapted, merged),
     (made(freeze=lambda base: [p.requires_grad_(False) for p in base.parameters()]), adapted, merged),
     (adapter, in_two_linears, merged),
@@ -1708,8 +1726,9 @@ def full(value):
                 ((wider, adapted, merged), "shapes"),
                 ((lambda base, rank: adapter(base, 1), adapted, merged), "shapes"),
                 ((made(form=lambda pair: pair[0]), adapted, merged), "must hold 2"),
-                ((made(form=lambda pair: [None, None]), adapted, merged), "trainable tensors"),
-                ((made(kind=lambda tensor: tensor), adapted, merged), "trainable tensors"),
+                ((made(form=lambda pair: [None, None]), adapted, merged), "nn.Parameters"),
+                ((made(kind=lambda tensor: tensor), adapted, merged), "nn.Parameters"),
+                ((made(kind=lambda tensor: tensor.requires_grad_()), adapted, merged), "registers no other tensor"),
                 ((made(freeze=lambda base: None), adapted, merged), "Freeze the base"),
                 ((made(freeze=lambda base: base.weight.requires_grad_(False)), adapted, merged), "all of it"),
                 ((made(freeze=lambda base: base.eval()), adapted, merged), "Freeze the base"),
@@ -1720,7 +1739,7 @@ def full(value):
                 ((adapter, lambda *a: adapted(*a).detach(), merged), "no graph"),
                 (
                     (adapter, lambda x, base, *rest: adapted(x, base, *rest) - base(x), merged),
-                    "differs from the base",
+                    "lacks base(x)",
                 ),
                 ((adapter, lambda *a: adapted(*a)[0], merged), "shape"),
                 ((adapter, lambda *a: None, merged), "must return the output"),

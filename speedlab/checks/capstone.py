@@ -119,15 +119,16 @@ def clip(answer: Callable[[nn.Module, float], object]) -> None:
     for layers in (3, 9):
         seen, without = _counted(answer, layers), _without_clipping(layers)
         waits, line = sum(seen.syncs.values()), next(iter(seen.syncs), "")
-        also = "A comparison in Python, `if norm > limit`, is a wait too: clamp a factor instead."
-        expect(not waits, f"The host still waits {waits} times a step, at {line}. {also}")
+        also = "`.item()`, `float(norm)` and `if norm > limit` each wait: clamp a factor, and return a tensor."
+        often = "once" if waits == 1 else f"{waits} times"
+        expect(not waits, f"The host still waits {often} a step, at {line}. {also}")
         made, tensors = len(seen.operations) - len(without.operations), 2 * layers
         expect(made <= 8 * tensors + 8, f"{made} operations for {tensors} tensors; patient A makes fewer.")
 
 
 def _examine_clipping(answer: Callable, kind: str, limit: float) -> None:
     model, wanted, before = (_graded(kind) for _ in range(3))
-    norm = slow_clip(wanted, limit)
+    norm, given = slow_clip(wanted, limit), _gradients(model)
     said = answer(model, limit)
     expect(close(model, before), "you changed the weights; only the gradients may change.")
     got, right, old = (_gradients(m) for m in (model, wanted, before))
@@ -137,10 +138,15 @@ def _examine_clipping(answer: Callable, kind: str, limit: float) -> None:
         "They are unchanged. Change p.grad in place.": old,
         "You clip each tensor by itself: one factor for all.": [g * min(1, limit / (g.norm() + 1e-12)) for g in old],
     }
-    hint = diagnose(got, faults, otherwise="One factor for all: limit / norm, where the norm is larger.")
+    other = "One factor for all: limit / norm, where the norm is larger."
+    if said is not None and not close(said, norm, relative=1e-4):
+        other = f"The norm of all is {norm:.4g}, the root of the sum of all squares; you return {number(said):.4g}."
+    hint = diagnose(got, faults, other)
     expect(close(got, right, relative=1e-4), f"the gradients are not those of patient A. {hint}")
     told = number(said, "The norm that you return")
     expect(close(told, norm, relative=1e-4), f"return the norm before clipping, {norm:.4g}, not {told:.4g}.")
+    new = "these are new gradients, which cost memory: change the old ones in place, as with `mul_`."
+    expect(all(a is b for a, b in zip(_gradients(model), given, strict=True)), new)
 
 
 def _gradients(model: nn.Module) -> list[torch.Tensor]:
@@ -257,7 +263,7 @@ contradicted = choices(
 )
 
 
-@check("Task 5, the most that an advice can give")
+@check("Task 5, the most that a change can give")
 def at_most(answer: Callable[[dict[str, float], dict[str, float]], float]) -> None:
     cases = (
         ({"products": 30.0, "pointwise": 10.0, "optimizer": 5.0, "data": 5.0}, {"products": 2.0, "pointwise": 4.0}),
@@ -343,7 +349,14 @@ def _examine_plan(got: object, layers: list[Layer], batch: int, limit: int, over
     hint = "While a layer is computed again, all that it saves is there: add the largest." if forgot else ""
     expect(peak <= limit, f"your plan {micro, sorted(again)} needs {peak} bytes, and {limit} are there. {hint}")
     least = min(costs.values())
-    hint = _cheaper(micro, len(again), [p for p in costs if costs[p] == least])
+    best = [p for p in costs if costs[p] == least]
+    hint = _cheaper(micro, len(again), best)
+    without = {  # what an answer costs that leaves out some plans
+        "It computes all layers again: do you try that set, too?": [p for p in costs if len(p[1]) < len(layers)],
+        f"It takes all {limit} bytes, which is allowed.": [p for p in costs if peak_of(layers, *p) < limit],
+    }
+    left_out = {told: min(map(costs.get, plans), default=0) for told, plans in without.items()}
+    hint = diagnose(cost, left_out, hint)
     expect(
         cost == least, f"your plan {micro, sorted(again)} fits and costs {cost}; one that fits costs {least}. {hint}"
     )

@@ -87,11 +87,14 @@ def expect(ok: object, hint: str | Callable[[], str]) -> None:
 
 @contextlib.contextmanager
 def where(here: str) -> Iterator[None]:
-    """Inside, hints begin with `here: `, the case that they are about."""
+    """Inside, hints begin with `here: `, the case that they are about, and so does what an answer raises."""
     try:
         yield
     except NotYetError as wrong:
         raise NotYetError(f"{here}: {wrong}") from None
+    except Exception as error:
+        error.add_note(here)
+        raise
 
 
 def check(title: str, seconds: float = 60.0) -> Callable:
@@ -137,7 +140,7 @@ def choices(
             )
             keys = ((name, got), got, name)
             reason = next((reasons[key] for key in keys if key in reasons), "")
-            expect(got == wanted, f"{name}: not {got}. {reason}")
+            expect(got == wanted, f"{name}: not {got!r}. {reason}")
 
     return examine
 
@@ -345,13 +348,14 @@ def explain(error: BaseException) -> str:
     said = (str(error).strip().splitlines() or [""])[0]
     what = type(error).__name__ + (f": {said}" if said else ".")
     own = _own(traceback.walk_tb(error.__traceback__))
+    here = "".join(f"{case}: " for case in reversed(getattr(error, "__notes__", ())))
     if not own:
-        return f"The check cannot go on with what your function returned or did to its inputs. {what}"
+        return f"{here}The check cannot go on with what your function returned or did to its inputs. {what}"
     if isinstance(error, NotImplementedError) and not said:  # PyTorch raises it too, with a message
         if name := _helper(own):
             return f"Your code needs `{name}`, which is not written yet."
         return "Your function still comes to its `raise NotImplementedError`: delete that line."
-    return f"Your code raised {type(error).__name__}{_place(own)}" + (f": {said}" if said else ".")
+    return f"{here}Your code raised {type(error).__name__}{_place(own)}" + (f": {said}" if said else ".")
 
 
 _Frames = list[tuple[types.FrameType, int]]

@@ -8,6 +8,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 
 import torch
 
@@ -154,7 +155,7 @@ def diagnose(answer: Callable[[Trace], str]) -> None:
             expect(
                 got == wanted,
                 f"of the whole time, {waiting:.1%} is waiting; of the waiting, {first:.1%} is in the first steps of "
-                f"the {len(epochs)} epochs, and {longest:.1%} in the {max(1, steps // 10)} longest of {steps} steps. "
+                f"epochs (here {len(epochs)}), and {longest:.1%} in the longest tenth of the {steps} steps. "
                 f"So it is {wanted!r}, and you say {got!r}.",
             )
 
@@ -255,7 +256,8 @@ def _examine_padding(batches: Plan, lengths: list[int], budget: int) -> None:
 def _examine_chance(plans: list[Plan], lengths: list[int]) -> None:
     again = meet_again(*plans)
     same = {frozenset(batch) for batch in plans[0]} == {frozenset(batch) for batch in plans[1]}
-    expect(not same, "the next epoch, from the same generator, has the same batches: shuffle before you sort.")
+    how = "Shuffle before you sort, and never seed anew."
+    expect(not same, f"the next epoch, from the same generator, has the same batches. {how}")
     how = "Make the chunks of shuffled texts, inside which you sort, smaller."
     expect(again <= 0.3, f"{again:.1%} of the pairs in a batch meet again in the next epoch; 30% is allowed. {how}")
     means = [statistics.fmean(lengths[i] for i in batch) for batch in plans[0]]
@@ -379,7 +381,10 @@ def train_overlapped(answer: Callable) -> None:
 def _examine_loop(stage: _Stage) -> None:
     everything, overlaps = list(range(stage.count)), stage.overlaps()
     expect(sorted(stage.loaded) == everything, f"of {stage.count} batches, these were loaded: {stage.loaded}.")
-    expect(stage.trained == everything, f"the steps had the batches {stage.trained}. Keep their order; 2 was None.")
+    how = "Keep their order; 2 was None."
+    if any(isinstance(batch, Future) for batch in stage.trained):
+        how = "These are no batches yet: call `result()`."
+    expect(stage.trained == everything, f"the steps had the batches {stage.trained}. {how}")
     if stage.meet:
         alone = stage.loader in (None, stage.caller)
         how = "Begin to load before the step, in another thread." if alone else "Give the slot back before the step."

@@ -268,10 +268,11 @@ def _numbers_and_scales(value: object, rows: int, columns: int) -> tuple[torch.T
 
 def _why_error(numbers: torch.Tensor, scales: torch.Tensor, weight: torch.Tensor) -> str:
     due, signed, exact = weight.abs().amax(1, True) / 127, weight.amax(1, True).abs() / 127, weight / scales
+    one = scales == scales[0]
     shares = {  # of the weights or rows, those that show the fault; most of them must
         "The floor under your scale is too high: take torch.finfo(torch.float32).tiny.": (scales > 1.01 * due)
-        & (scales < 1e-6),
-        "All rows have one scale: give each its own, or one outlier coarsens every row.": scales == scales[0],
+        & ((scales < 1e-6) | (one & (scales > 1.01 * due.max()))),
+        "All rows have one scale: give each its own, or one outlier coarsens every row.": one,
         "You return 1 / scale: a weight is its number times its scale.": (scales * due - 1).abs() < 1e-3,
         "Take the largest absolute value: it may be that of a negative weight.": (scales - signed).abs() < 1e-6,
         "Beyond 127 an int8 wraps around: 128 becomes -128.": ((numbers * weight < 0) & (exact.abs() > 127.5)).any(),
@@ -350,6 +351,9 @@ def _why_cut(got: nn.Module, model: nn.Module, stay: list[int]) -> str:
         "That is by the outgoing weights; take a neuron's incoming ones.": then.weight.norm(dim=0),
         "That is by the sum of absolute weights; a norm squares them first.": was.weight.abs().sum(1),
         "That is by the sum of weights, in which signs cancel.": was.weight.sum(1),
+        "That is with the bias: leave it out of the norm.": was.weight.norm(dim=1)
+        if was.bias is None
+        else torch.cat([was.weight, was.bias[:, None]], 1).norm(dim=1),
     }
     found = {hint: set(rows) == set(by.topk(len(stay)).indices.tolist()) for hint, by in criteria.items()}
     if set(rows) != set(stay):
@@ -380,6 +384,9 @@ _FAULTS = {
     "The temperature does not divide the teacher's logits; it divides both.": "teacher",
     "The temperature does not divide the student's logits; it divides both.": "student",
     "The hard loss is missing.": "soft only",
+    "The hard loss takes the logits as they are, not divided by the temperature.": "softened",
+    "Multiply the soft loss by the temperature squared, not by the temperature.": "once",
+    "The temperature squared belongs to the soft loss only.": "whole",
 }
 
 
@@ -392,9 +399,12 @@ def _distilled(student, teacher, images, labels, temperature, alpha, faults=()) 
     guess = guess.softmax(-1) if "probabilities" in faults else guess.log_softmax(-1)
     reduction = next((name for name in ("mean", "sum") if name in faults), "batchmean")
     pair = (target, guess) if "swapped" in faults else (guess, target)
-    soft = F.kl_div(*pair, log_target=True, reduction=reduction) * (1 if "square" in faults else temperature**2)
+    power = 0 if "square" in faults else 1 if "once" in faults else 2
+    soft = F.kl_div(*pair, log_target=True, reduction=reduction) * temperature**power
     alpha = 1 - alpha if "alpha" in faults else alpha
-    return alpha * soft + (1 - alpha) * F.cross_entropy(logits, labels) * ("soft only" not in faults)
+    hard = F.cross_entropy(logits / (temperature if "softened" in faults else 1), labels)
+    hard = hard * (temperature**2 if "whole" in faults else "soft only" not in faults)
+    return alpha * soft + (1 - alpha) * hard
 
 
 @check("Task 5, a distillation loss mended")
@@ -469,8 +479,10 @@ def lora(adapter: Callable, adapted: Callable, merged: Callable) -> None:
             _examine_parts(down, up, (rank, wide), (out, rank))
             expect(distance(base, before) == 0, "adapter changes the weights of the base.")
             got = _output(adapted, x, base, down, up, alpha)
-            start = "before the first step the output differs from the base's: one of the two must begin as zeros."
-            expect(_same(got, base(x)), start)
+            zero = not (down.any() and up.any())
+            why = "one of the two must begin as zeros."
+            why = "one of the two is zeros, so adapted lacks base(x), bias included." if zero else why
+            expect(_same(got, base(x)), f"before the first step the output differs from the base's: {why}")
             got.square().sum().backward()
             moving = any(p.grad is not None and p.grad.any() for p in (down, up))
             expect(moving, "no gradient arrives: with both at zero, or with no_grad, the adapter never learns.")
@@ -483,8 +495,8 @@ def lora(adapter: Callable, adapted: Callable, merged: Callable) -> None:
 
 
 def _examine_parts(down: object, up: object, *wanted: tuple[int, int]) -> None:
-    tensors = all(isinstance(p, torch.Tensor) and p.is_leaf and p.requires_grad for p in (down, up))
-    expect(tensors, "adapter must return two trainable tensors, each an nn.Parameter.")
+    trainable = all(isinstance(p, nn.Parameter) and p.requires_grad for p in (down, up))
+    expect(trainable, "adapter must return two trainable nn.Parameters: a module registers no other tensor.")
     shapes = tuple(down.shape), tuple(up.shape)
     swapped = " You return up first." * (shapes == wanted[::-1])
     expect(shapes == wanted, f"down and up have shapes {shapes}, not {wanted}.{swapped}")
