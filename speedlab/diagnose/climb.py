@@ -90,11 +90,12 @@ def checkpointed(job: Job) -> Job | str:
     parts = [part for block in blocks(model) for part in block.modules()]
     if not parts:
         return "The model has no repeated blocks to compute again."
-    kept = [(part, name, old.clone()) for part in parts for name, old in part.named_buffers(recurse=False)]
+    before = [_state_of(part) for part in parts]
     job.loss(model, job.batch())
-    twice = {type(part).__name__.strip("_") for part, name, old in kept if not torch.equal(getattr(part, name), old)}
+    after = map(_state_of, parts)
+    twice = {type(part).__name__.strip("_") for part, a, b in zip(parts, before, after, strict=True) if a != b}
     if twice:
-        return f"A checkpoint would run {', '.join(sorted(twice))} twice in a step, and each run changes its buffers."
+        return f"A checkpoint would run {', '.join(sorted(twice))} twice in a step, and each run changes its state."
 
     def change(block: nn.Module) -> None:
         block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
@@ -107,7 +108,26 @@ def checkpointed(job: Job) -> Job | str:
     # transformers' own switch, by its new and its old name, turns the cache of keys off as well
     names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
     own = [name for name in names if hasattr(job.make_model(), name)]
-    return replace(job, make_model=switched) if own else _on(job, blocks, change)
+    made = replace(job, make_model=switched) if own else _on(job, blocks, change)
+    # the proof is in evaluation mode; a checkpoint repeats what torch's own generators draw, and no other's
+    first, again = map(_training_gradients, (job, made))
+    if _off(first, again, 0.0) > 0.01:
+        return "In training mode its gradients differ: a block draws from a generator of its own."
+    return made
+
+
+def _training_gradients(job: Job) -> torch.Tensor:
+    machine.seed_everything(0)
+    model, _ = job.built()
+    job.loss(model, job.batch()).backward()
+    return _flat(p.grad for p in model.parameters())
+
+
+def _state_of(module: nn.Module) -> dict[str, object]:
+    """A module's own buffers, and its plain numbers and tensors, as values that can be compared."""
+    held = {**vars(module), **dict(module.named_buffers(recurse=False))}
+    plain = {name: value for name, value in held.items() if isinstance(value, int | float | str | torch.Tensor)}
+    return {name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in plain.items()}
 
 
 def _on(job: Job, parts: Callable[[nn.Module], list[nn.Module]], change: Callable[[nn.Module], None]) -> Job:
@@ -143,6 +163,10 @@ def bucketed(job: Job) -> Job | str:
         return "The batch has no attention mask (B, T), and no rows of token ids that could end in padding."
     if real.all():
         return "No token of the batch is padding."
+    if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in job.make_model().modules()):
+        return "Its batch norm takes the padding into its statistics: with less of it, it would train otherwise."
+    if any(_cuts_values(job.batch()) for _ in range(8)):
+        return "Something in the batch, such as its labels, is longer than the texts: cut each to its own length."
     short = replace(job, prepare=lambda batch: trimmed(job.prepare(batch)))
     if job.loader is not None:
         full = "A text fills the batch's width, and which texts share a batch is for your loader to say."
@@ -168,6 +192,14 @@ def trimmed(batch: object) -> object:
     return mapped(lambda part: part[:, kept].contiguous() if part.shape[:2] == real.shape else part, batch)
 
 
+def _cuts_values(batch: object) -> bool:
+    """Whether whole numbers as wide as the tokens go on where a text ends; positions, equal in all rows, may."""
+    real = real_tokens(batch)
+    wide = [t for t in tensors(batch) if t.shape[:2] == real.shape and not t.is_floating_point()]
+    rests = [row[~here] for t in wide if not (t == t[:1]).all() for row, here in zip(t, real, strict=True)]
+    return any(bool((rest != rest[:1]).any()) for rest in rests)
+
+
 def _columns(real: torch.Tensor) -> slice:
     """From the first column that has a real token to the last."""
     columns = real.any(0).nonzero().flatten().tolist() or [0]
@@ -180,7 +212,7 @@ def larger_batch(job: Job) -> Job | str:
         return "Your loader makes the batches: double its batch_size, and climb again."
     one, two = (size_of(job.batch(times * job.batch_size)) for times in (1, 2))
     if two != 2 * one:
-        return f"make_batch gave {two} samples when it was asked for {2 * job.batch_size}."
+        return f"The first tensor of make_batch({2 * job.batch_size}) has {two} rows, not twice {one}."
     return replace(job, batch_size=2 * job.batch_size)
 
 
@@ -195,7 +227,13 @@ def workers(job: Job) -> Job | str:
     options = {name: getattr(loader, name) for name in kept} | {"persistent_workers": True}
     own = {"batch_size": None, "sampler": loader.sampler}  # where the dataset makes batches
     options |= {"batch_sampler": loader.batch_sampler} if loader.batch_sampler is not None else own
-    return replace(job, loader=DataLoader(loader.dataset, num_workers=max(1, machine.cores() - 1), **options))
+    made = DataLoader(loader.dataset, num_workers=max(1, machine.cores() - 1), **options)
+    # the first two batches of two workers; one worker repeats nothing
+    numbers = lambda batch: _flat([torch.ones(1), *tensors(batch)])  # noqa: E731
+    plain, theirs = ([numbers(batch) for batch in itertools.islice(one, 2)] for one in (loader, made))
+    if torch.equal(theirs[0], theirs[-1]) and not torch.equal(plain[0], plain[-1]):
+        return "Its workers draw the same numbers: seed the dataset's own generator in each (worker_init_fn)."
+    return replace(job, loader=made)
 
 
 RUNGS: dict[str, tuple[Callable[[Job], Job | str], float]] = {
@@ -218,10 +256,12 @@ def climb(
     It ends when nothing advised is left, or after `seconds` and at least one try. Nothing is kept that takes the
     peak over the limit. Returns the job with everything that was kept, and all rungs. `told` gets a line for each.
     """
-    end, tried, off = time.monotonic() + seconds, [], 0.0
+    end, tried = time.monotonic() + seconds, []
     limit = memory or device.memory
     with untouched(job.loader):
         now = counts(job)
+        # weights of 16 bits are rounded in every step
+        off = _HALF if any(p.dtype.itemsize < 4 for p in job.make_model().parameters()) else 0.0
         while time.monotonic() < end or not tried:  # counting alone may have taken all the time
             names = [a.technique for a in advise(now, device, memory) if (a.helps or a.may) and a.technique in RUNGS]
             name = next((n for n in names if n not in [rung.technique for rung in tried]), None)
@@ -295,7 +335,7 @@ def apart(job: Job, changed: Job) -> float:
         for p, q in zip(model.parameters(), other.parameters(), strict=True):
             p.grad = None if p.grad is None else p.grad * share
             q.grad = None if p.grad is None else p.grad.clone()
-        with one_sentence("The optimizer's step"):
+        with one_sentence("The optimizer's step", "The proof calls step() without a closure."):
             optimizer.step()
             its.step()
     a, b = _flat(model.parameters()) - before, _flat(other.parameters()) - before
@@ -305,11 +345,13 @@ def apart(job: Job, changed: Job) -> float:
 def _outputs(job: Job, model: nn.Module, batch: object) -> list[torch.Tensor]:
     """The loss of a batch and what the model returned, of the real tokens; the gradients are in the model."""
     try:
-        return _seen(job, model.eval(), copy.deepcopy(batch))
+        model.eval()
+        return _seen(job, model, copy.deepcopy(batch))
     except Exception:
         # torchvision's detectors return a loss in training mode only: then the layers alone, their dropout and their
         # running statistics, are in evaluation mode
-        for module in model.train().modules():
+        model.train()
+        for module in model.modules():
             module.training = any(True for _ in module.children())
         model.zero_grad()
         return _seen(job, model, copy.deepcopy(batch))
@@ -342,7 +384,8 @@ def _uncached(out: object) -> object:
 
 
 def _flat(parts: Iterable[torch.Tensor | None]) -> torch.Tensor:
-    return torch.cat([part.detach().flatten().float() for part in parts if part is not None])
+    real = (torch.view_as_real(p.detach()) if p.is_complex() else p.detach() for p in parts if p is not None)
+    return torch.cat([part.flatten().float() for part in real])
 
 
 def _off(a: torch.Tensor, b: torch.Tensor, least: float) -> float:
@@ -384,26 +427,44 @@ def timed(job: Job, changed: Job, name: str, seconds: float) -> Comparison:
     turns = changed.batch_size // job.batch_size
 
     def steps(job: Job, times: int) -> Callable[[], None]:
-        (model, optimizer), batches = job.built(), job.batches() or itertools.repeat(job.batch())
-        return lambda: [job.train(model, optimizer, next(batches)) for _ in range(times)]
+        train, batches = steady(job), job.batches() or itertools.repeat(job.batch())
+        return lambda: [train(next(batches)) for _ in range(times)]
 
     variants = {"before": steps(job, turns), name: steps(changed, 1)}
     return compare(variants, seconds=seconds, max_rounds=50)
 
 
+def steady(job: Job) -> Callable[[object], torch.Tensor]:
+    """A step on a fresh model, and on another where the first will go no further: a schedule may have an end."""
+    made = [*job.built()]
+
+    def train(batch: object) -> torch.Tensor:
+        try:
+            return job.train(*made, batch)
+        except DiagnoseError:
+            made[:] = job.built()
+            return job.train(*made, batch)
+
+    return train
+
+
 def probe(job: Job, seconds: float = 20.0) -> Comparison:
     """Time a step in turns with variants of it, on a fresh model: each ratio says what the missing part costs."""
     with untouched(job.loader), one_sentence("Timing a step"):
-        model, optimizer = job.built()
-        batch, double = job.batch(), job.batch(2 * job.batch_size)
+        model, _ = job.built()
+        train, batch, feed = steady(job), job.batch(), job.batches()
 
         def without_optimizer() -> None:
             model.zero_grad()
             job.loss(model, batch).backward()
 
-        feed = job.batches()
-        variants = {"with your loader": lambda: job.train(model, optimizer, next(feed))} if feed else {}
-        variants["the same batch again"] = lambda: job.train(model, optimizer, batch)
+        variants = {"with your loader": lambda: train(next(feed))} if feed else {}
+        variants["the same batch again"] = lambda: train(batch)
         variants["without the optimizer"] = without_optimizer
-        variants["twice the batch"] = lambda: job.train(model, optimizer, double)
+        try:
+            double = job.batch(2 * job.batch_size)
+            train(double)
+            variants["twice the batch"] = lambda: train(double)
+        except DiagnoseError:
+            variants["twice the batch"] = "the step takes no other batch"
         return compare(variants, seconds=seconds, max_rounds=30)

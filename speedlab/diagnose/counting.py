@@ -9,30 +9,34 @@ import gc
 import itertools
 import logging
 import os
+import statistics
 import sys
 import threading
 import traceback
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from speedlab import compat, count, machine
-from speedlab.diagnose.jobs import DiagnoseError, Job, one_sentence, real_tokens, size_of, tensors, untouched
+from speedlab.diagnose.jobs import DiagnoseError, Job, one_sentence, real_tokens, said, size_of, tensors, untouched
 
 FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"
 _OVERWRITES = frozenset(("zero_", "fill_", "copy_", "_foreach_zero_", "_foreach_copy_", "normal_", "uniform_"))
 _NOTHING_LAUNCHED = frozenset(("_unsafe_view", "empty", "empty_like", "empty_strided", "new_empty", "detach"))
 # Operations whose result the host must wait for, and methods that copy to it.
 _WAITS = frozenset(
-    "_local_scalar_dense nonzero masked_select equal is_nonzero _unique2 unique_dim unique_consecutive".split()
+    "_local_scalar_dense nonzero masked_select equal is_nonzero _unique2 unique_dim unique_consecutive bincount "
+    "repeat_interleave allclose _linalg_check_errors".split()
 )
+_LOOKS_UP = frozenset(("embedding", "index", "index_select", "gather"))
 _INDEXING = frozenset(("index", "index_put", "index_put_"))
 # Namespaces of operations that compute nothing, and of those that speak to other processes.
 _NO_WORK = frozenset(("profiler", "prim"))
@@ -49,7 +53,8 @@ _OURS = tuple(str(Path(file).parent) + os.sep for file in (__file__, torch.__fil
 class Operation:
     """One operation: its name, dtype, phase, module, FLOPs and bytes; `collective` between processes.
 
-    `fixed` are the bytes that a larger batch would not raise: of tensors as large as a parameter.
+    `fixed` are the bytes that a larger batch would not raise: of tensors as large as a parameter. `elements` are
+    those of its first result.
     """
 
     name: str
@@ -60,6 +65,7 @@ class Operation:
     bytes: int
     collective: bool = False
     fixed: int = 0
+    elements: int = 0
 
 
 @dataclass(frozen=True)
@@ -84,6 +90,7 @@ class Counts:
     compiled: bool
     calls_per_batch: int | None
     batch_size: int
+    fuses: bool
 
     @property
     def flops(self) -> int:
@@ -109,6 +116,7 @@ def counts(job: Job, *, breaks: bool = True) -> Counts:
     with untouched(job.loader), contextlib.ExitStack() as around, one_sentence("Counting a step"):
         torch._dynamo.reset()  # what an earlier count compiled would hide that this one compiles
         model, optimizer = job.built()
+        job.expect_own(model, optimizer)
         # what the hardware lacks takes minutes and counts the same
         around.enter_context(compat.half_products(next((p.device for p in model.parameters()), "cpu")))
         batches = [job.batch() for _ in range(7)]
@@ -133,7 +141,11 @@ def counts(job: Job, *, breaks: bool = True) -> Counts:
         by_module: Counter[str] = Counter()
         for tensor in saved.tensors:
             by_module[tensor.where] += tensor.bytes
-        in_use = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        in_use = {id(p) for group in optimizer.param_groups for p in group["params"]} | watch.updated
+        unused = (p for p in model.parameters() if p.grad is not None and id(p) not in in_use)
+        complex_ = any(p.is_complex() for p in model.parameters())
+        calls, given = _calls(job.loader) if job.loader is not None else (None, [])
+        _expect_alike(size_of(batches[4]), [job.prepare(batch) for batch in given])
         return Counts(
             operations=tuple(watch.operations),
             # micro-batches hold less at once than a whole batch's loss; gradients appear while that is freed
@@ -145,15 +157,16 @@ def counts(job: Job, *, breaks: bool = True) -> Counts:
             peak=watch.peak,
             syncs=dict(watch.syncs),
             left_behind=left_behind,
-            padded=_padded(batches),
+            padded=_padded(batches) if any(w.reads_tokens() for w in watches) else 0.0,
             repeated=dict(watch.repeated),
             moved_again={watch.moved[key]: 1 for key in again},
-            unused_gradients=sum(p.nbytes for p in model.parameters() if p.requires_grad and id(p) not in in_use),
+            unused_gradients=sum(p.nbytes for p in unused),
             graph_breaks=_graph_breaks(job, batches[4]) if breaks else None,
             recompiled=graphs[4] - graphs[2],  # a second shape may cost a second compilation, with sizes left open
             compiled=graphs[4] > graphs[0],
-            calls_per_batch=_calls(job.loader) if job.loader is not None else None,
+            calls_per_batch=calls,
             batch_size=size_of(batches[4]),
+            fuses="fused" in optimizer.defaults and not complex_,
         )
 
 
@@ -183,8 +196,12 @@ class _Watch(TorchDispatchMode):
         self.moved: dict[tuple[weakref.ref, int], str] = {}
         self.held: dict[weakref.ref, int] = {}
         self.before: set[weakref.ref] = set()
-        self.live = self.peak = 0
-        self.stepping, self._seen, self.called, self.draws = False, set(), [], 0
+        self.live, self.peak, self.hushed = 0, 0, False
+        self._seen, self.called, self.draws = set(), [], 0
+        self.stepping = 0  # optimizers, of which one may call another
+        self.updated: set[int] = set()
+        self.writes: Counter[weakref.ref] = Counter()
+        self.looked_up: set[torch.Size] = set()
         # not torch's ModuleTracker: its hooks on gradients keep what a checkpoint computes again until the step ends
         self.names, self.running = {id(module): name for name, module in model.named_modules()}, []
         self.module_of: dict[int, str] = {}
@@ -194,10 +211,9 @@ class _Watch(TorchDispatchMode):
 
     def __enter__(self):
         self.around = contextlib.ExitStack()
-        hooks = [
-            self.optimizer.register_step_pre_hook(lambda *_: setattr(self, "stepping", True)),
-            self.optimizer.register_step_post_hook(lambda *_: setattr(self, "stepping", False)),
-        ]
+        # of every optimizer: a step may have more than the job's
+        before, after = register_optimizer_step_pre_hook, register_optimizer_step_post_hook
+        hooks = [before(self._steps), after(lambda *_: setattr(self, "stepping", self.stepping - 1))]
         for module in self.model.modules():
             hooks.append(module.register_forward_pre_hook(self._called, prepend=True, with_kwargs=True))
             hooks.append(module.register_forward_hook(self._left, always_call=True))
@@ -209,6 +225,10 @@ class _Watch(TorchDispatchMode):
     def __exit__(self, *error):
         super().__exit__(*error)
         self.around.close()
+
+    def _steps(self, optimizer: torch.optim.Optimizer, *_) -> None:
+        self.stepping += 1
+        self.updated |= {id(p) for group in optimizer.param_groups for p in group["params"]}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -224,7 +244,8 @@ class _Watch(TorchDispatchMode):
         masked = name in _INDEXING and any(t.dtype == torch.bool for t in tensors(args[1]))
         # one number of the host is filled in where a mask is true, without a list of the places
         fills = masked and name != "index" and args[2].numel() == 1 and args[2].is_cpu and True not in args[3:]
-        if name in _WAITS or (masked and not fills):
+        waits = name in _WAITS and kwargs.get("output_size") is None  # of repeat_interleave: then it need not add up
+        if waits or (masked and not fills):
             self.sync()
         # attention bears this tag also where it drops nothing
         named = {of.name: given for of, given in zip(func._schema.arguments, args, strict=False)} | kwargs
@@ -233,6 +254,9 @@ class _Watch(TorchDispatchMode):
         if func.is_view or name in _NOTHING_LAUNCHED or func.namespace in _NO_WORK:
             return out
         taken, given = _read_and_written(func, args, kwargs, out)
+        self.writes.update(weakref.ref(t.untyped_storage()) for t in given)
+        if name in _LOOKS_UP:
+            self.looked_up |= {t.shape for t in tensors(args[1:]) if not t.is_floating_point()}
         formula = count.formulas().get(func._overloadpacket)
         flops = int(formula(*args, **kwargs, out_val=out)) if formula else 0
         dtype = count.dtype_name((taken or given)[0].dtype) if taken or given else ""
@@ -240,10 +264,12 @@ class _Watch(TorchDispatchMode):
             sum(_bytes(t) for t in (*taken, *given) if every or tuple(sorted(t.shape)) in self.shapes)
             for every in (True, False)
         )
-        # a backward runs as a task of autograd's engine, whoever started it
-        phase = OPTIMIZER if self.stepping else BACKWARD if torch._C._current_graph_task_id() != -1 else FORWARD
+        # a backward runs as a task of autograd's engine, whoever started it; an optimizer may be given a closure
+        phase = OPTIMIZER if self.stepping and not self.running else FORWARD
+        phase = BACKWARD if torch._C._current_graph_task_id() != -1 else phase
         between = func.namespace in _BETWEEN_PROCESSES
-        self.operations.append(Operation(name, dtype, phase, where, flops, moved, between, fixed))
+        elements = given[0].numel() if given else 0
+        self.operations.append(Operation(name, dtype, phase, where, flops, moved, between, fixed, elements))
         return out
 
     def where(self) -> str:
@@ -281,10 +307,12 @@ class _Watch(TorchDispatchMode):
         if not own or not inputs or drawn or untracked or torch._C._current_graph_task_id() != -1:
             return
         # references, not addresses: what is freed leaves its address to others
-        same = ((weakref.ref(t.untyped_storage()), t.storage_offset(), t._version, t.shape) for t in inputs)
+        stamp = lambda t: ((at := weakref.ref(t.untyped_storage())), self.writes[at], t._version)  # noqa: E731
+        same = ((*stamp(t), t.storage_offset(), t.shape) for t in inputs)
         plain = str | int | float | None  # a flag, the name of a task
         said = tuple((k, v if isinstance(v, plain) else type(v)) for k, v in (*enumerate(given), *named.items()))
-        key = (id(module), said, *(p._version for p in own), *same)
+        modes = tuple(m.training for m in module.modules())
+        key = (id(module), modes, said, *map(stamp, own), *same)
         if key in self._seen:
             self.repeated[type(module).__name__] += 1
         self._seen.add(key)
@@ -298,7 +326,7 @@ class _Watch(TorchDispatchMode):
 
     def sync(self) -> None:
         """Note a wait of the host; an optimizer on a CPU reads its own counters, on a GPU it does not."""
-        if not self.stepping:
+        if not self.stepping and not self.hushed:
             self.syncs[line_of_caller()] += 1
 
     def kept(self) -> list[torch.Tensor]:
@@ -306,12 +334,25 @@ class _Watch(TorchDispatchMode):
         parameters = list(self.model.parameters())
         gradients = [p.grad for p in parameters if p.grad is not None]
         state = tensors((list(self.optimizer.state.values()), self.batch))
-        return [*parameters, *self.model.buffers(), *gradients, *state]
+        given = [t.grad for t in tensors(self.batch) if t.is_leaf and t.grad is not None]
+        return [*parameters, *self.model.buffers(), *gradients, *state, *given]
+
+    def reads_tokens(self) -> bool:
+        """Whether the batch has a mask, or ids that a table is asked for: other rows of numbers have no padding."""
+        real = real_tokens(self.batch)
+        if real is None or (isinstance(self.batch, Mapping) and "attention_mask" in self.batch):
+            return real is not None
+        return any(shape[-1:] == real.shape[1:] or shape.numel() == real.numel() for shape in self.looked_up)
 
     def left_behind(self) -> int:
-        """Bytes of what this step made and what still lives, apart from state and batch."""
-        own = {weakref.ref(t.untyped_storage()) for t in self.kept()}
-        return sum(self.held[ref] for ref in self.held.keys() - self.before - own)
+        """Bytes of what this step made and what still lives, apart from state, batch and metrics to read later."""
+        left = self.held.keys() - self.before - {weakref.ref(t.untyped_storage()) for t in self.kept()}
+        single = {ref for ref in left if self.held[ref] <= 8}
+        if single:  # one number is a metric, unless its graph lives on in it
+            live = (t for t in gc.get_objects() if issubclass(type(t), torch.Tensor) and not WRAPPED(t))
+            graphs = (t for t in live if t.layout is torch.strided and t.grad_fn is not None)
+            left -= single - {weakref.ref(t.untyped_storage()) for t in graphs}
+        return sum(self.held[ref] for ref in left)
 
 
 class _Methods(TorchFunctionMode):
@@ -326,13 +367,17 @@ class _Methods(TorchFunctionMode):
         copies = name in _COPIES and isinstance(args[0], torch.Tensor)
         if copies and all(ref() is not args[0] for ref in self.on_host):
             self.watch.sync()
+        # a GPU does not look whether the labels are below a number of classes that is given
+        self.watch.hushed = name == "one_hot" and (args[1:2] or [(kwargs or {}).get("num_classes", -1)])[0] > 0
         out = func(*args, **(kwargs or {}))
+        self.watch.hushed = False
         if name == "cpu":
             self.on_host.append(weakref.ref(out))  # `.cpu().numpy()` waits once
         if name not in ("to", "cuda") or args[0].is_inference() or WRAPPED(args[0]):
             return out
         if out.data_ptr() != args[0].data_ptr() and not args[0].requires_grad:
-            if not any(args[0] is t for t in tensors(self.watch.batch)):
+            given = {weakref.ref(t.untyped_storage()) for t in tensors(self.watch.batch)}
+            if weakref.ref(args[0].untyped_storage()) not in given:
                 self.watch.moved[weakref.ref(args[0].untyped_storage()), args[0]._version] = line_of_caller()
         return out
 
@@ -388,7 +433,8 @@ def _padded(batches: list) -> float:
 
 def _graph_breaks(job: Job, batch: object) -> dict[str, int]:
     """Where torch.compile would cut the forward pass, and how often."""
-    model, log = job.make_model().train(), logging.getLogger("torch._dynamo")
+    model, log = job.make_model(), logging.getLogger("torch._dynamo")
+    model.train()
     level = log.level
     log.setLevel(logging.ERROR)
     try:
@@ -406,22 +452,28 @@ def _graph_breaks(job: Job, batch: object) -> dict[str, int]:
     return dict(found)
 
 
-def _calls(loader: Iterable) -> int:
-    """Python calls that a batch of this loader costs, on average over three batches; 0 where workers make them."""
-    made, taken, error = 0, 0, []
+def _expect_alike(size: int, given: list) -> None:
+    """Refuse batches of the loader that are far from the size of those that are counted."""
+    held = statistics.median([len(next((t for t in tensors(b) if t.dim()), range(size))) for b in given] or [size])
+    if not size / 2 <= held <= 2 * size:
+        told = f"The loader's batches have {held:g} samples, and make_batch gave {size}: say batch_size=."
+        raise DiagnoseError(told)
+
+
+def _calls(loader: Iterable) -> tuple[int, list]:
+    """Python calls that a batch of this loader costs, the mean of three, 0 where workers make them; and batches."""
+    made, taken, error = 0, [], []
 
     def watch(frame, event, argument) -> None:
         nonlocal made
         made += event in ("call", "c_call")
 
     def take() -> None:
-        nonlocal taken
         try:
             batches = itertools.chain.from_iterable(itertools.repeat(loader, 4))  # one batch may be an epoch
             next(batches, None)
             sys.setprofile(watch)
-            for _ in range(3):
-                taken += next(batches, None) is not None
+            taken.extend(itertools.islice(batches, 3))
         except Exception as raised:
             error.append(raised)
         finally:
@@ -437,6 +489,10 @@ def _calls(loader: Iterable) -> int:
             f"The loader gave no four batches within {PATIENCE:g} s: it is at line {at.lineno} of "
             f"{Path(at.filename).name}, in {at.name}. Try it alone; leave out loader=."
         )
+    if error:  # what was opened in the main thread, such as SQLite, may refuse another
+        made = 0
+        error.clear(), taken.clear()
+        take()
     if error or not taken:
-        raise DiagnoseError(f"The loader gave no two batches: {error[0] if error else 'it ended'}.")
-    return 0 if getattr(loader, "num_workers", 0) else made // taken
+        raise DiagnoseError(f"The loader gave no two batches: {said(error[0]) if error else 'it ended'}.")
+    return (0 if getattr(loader, "num_workers", 0) else made // len(taken)), taken

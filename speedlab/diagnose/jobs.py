@@ -7,7 +7,7 @@ import inspect
 import itertools
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,8 +36,15 @@ def one_sentence(what: str, hint: str = "") -> Iterator[None]:
                 "The module asks for its Trainer, and a diagnosis has none. Leave self.trainer out of training_step "
                 "and configure_optimizers, or write a Job with a loss_fn and a make_optimizer of your own."
             )
-        said = (str(error).strip() or "no message").splitlines()[0]
-        raise DiagnoseError(f"{what} raised {type(error).__name__}: {said}. {hint}".strip()) from error
+        raise DiagnoseError(
+            f"{what} raised {type(error).__name__}: {said(error).rstrip('.')}. {hint}".strip()
+        ) from error
+
+
+def said(error: BaseException) -> str:
+    """What an error says, in a line; of one that a DataLoader's worker hands over, the last of its traceback."""
+    lines = (str(error).strip() or "no message").splitlines()
+    return lines[-1] if lines[0].startswith("Caught ") else lines[0]
 
 
 @dataclass(frozen=True)
@@ -63,13 +70,9 @@ class Job:
     def built(self) -> tuple[nn.Module, torch.optim.Optimizer]:
         """A fresh model in training mode, and its optimizer."""
         with one_sentence("make_model()", "Call it by itself until it works."):
-            model, alone = self.make_model(), object()
-            # held elsewhere too: by itself, in a cycle, or by the caller, whose own model would then be trained
-            shared = sys.getrefcount(model) > sys.getrefcount(alone) and self.make_model() is model
+            model = self.make_model()
         if not isinstance(model, nn.Module):
             raise DiagnoseError(f"make_model() returned a {type(model).__name__}; it must return an nn.Module.")
-        if shared:
-            raise DiagnoseError("make_model() returned the same model twice. Return a new one, or a deepcopy of it.")
         if isinstance(model, DistributedDataParallel):
             raise DiagnoseError("The model is wrapped in DistributedDataParallel. Diagnose what is inside (.module).")
         if any(p.is_cuda for p in model.parameters()) and not torch.cuda.is_available():
@@ -80,7 +83,23 @@ class Job:
             raise DiagnoseError(
                 f"make_optimizer(model) returned a {type(optimizer).__name__}; it must return one optimizer of torch."
             )
-        return model.train(), optimizer
+        model.train()  # which returns the model, if its own train() does not forget to
+        return model, optimizer
+
+    def expect_own(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse what would train weights of the caller's: those of two models, or of none."""
+        with one_sentence("make_model()"):
+            own, others = (set(map(id, made.parameters())) for made in (model, self.make_model()))
+        if own & others:
+            raise DiagnoseError(
+                "make_model() returned the same weights twice. Return new ones, or a deepcopy of them."
+            )
+        trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        if trained - own:
+            raise DiagnoseError(
+                f"The optimizer holds {len(trained - own)} parameters that are not the model's, such as those of a "
+                "criterion: put them into the model, so that each run has its own."
+            )
 
     def batch(self, size: int | None = None) -> object:
         """A batch of `size` samples, by default `batch_size`."""
@@ -152,7 +171,8 @@ def from_lightning(module, loader: Iterable, batch_size: int | None = None) -> J
 def from_transformers(model, arguments, batch: dict, loader: Iterable | None = None) -> Job:
     """The job of a Hugging Face model, TrainingArguments, and a batch that has labels.
 
-    Of the arguments it takes the device, the batch size, the optimizer, bf16 or fp16, and gradient_checkpointing.
+    Of the arguments it takes the device, the batch size, the optimizer, bf16 or fp16, gradient_checkpointing and
+    torch_compile.
     """
     from transformers import Trainer
 
@@ -160,7 +180,14 @@ def from_transformers(model, arguments, batch: dict, loader: Iterable | None = N
         made = copy.deepcopy(model).to(arguments.device)
         if arguments.gradient_checkpointing:
             made.gradient_checkpointing_enable(arguments.gradient_checkpointing_kwargs)
+        if arguments.torch_compile:
+            made.compile()
         return made
+
+    def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+        bare = Trainer.__new__(Trainer)  # its __init__ makes a folder, maybe a repository, and sets up all devices
+        bare.model, bare.args, bare.optimizer, bare.optimizer_cls_and_kwargs = model, arguments, None, None
+        return bare.create_optimizer()
 
     def loss_fn(model: nn.Module, batch: dict) -> torch.Tensor:
         half = torch.bfloat16 if arguments.bf16 else torch.float16 if arguments.fp16 else None
@@ -171,7 +198,7 @@ def from_transformers(model, arguments, batch: dict, loader: Iterable | None = N
         make_model=make_model,
         make_batch=lambda size: resized(batch, size),
         loss_fn=loss_fn,
-        make_optimizer=lambda model: Trainer(model=model, args=arguments).create_optimizer(),
+        make_optimizer=make_optimizer,
         batch_size=arguments.per_device_train_batch_size,
         loader=loader,
         prepare=lambda batch: mapped(lambda part: part.to(arguments.device), batch),
@@ -232,7 +259,12 @@ def mapped(change: Callable[[torch.Tensor], torch.Tensor], batch: object) -> obj
     if isinstance(batch, torch.Tensor):
         return change(batch)
     if isinstance(batch, Mapping):
-        return {key: mapped(change, value) for key, value in batch.items()}
+        made = {key: mapped(change, value) for key, value in batch.items()}
+        if type(batch) is dict or not isinstance(batch, MutableMapping):
+            return made
+        whole = copy.copy(batch)  # a tokenizer's batch has attributes too
+        whole.update(made)
+        return whole
     if not isinstance(batch, tuple | list):
         return batch
     parts = [mapped(change, value) for value in batch]

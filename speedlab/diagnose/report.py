@@ -95,6 +95,14 @@ class Diagnosis:
         """The regime, and the first thing to do."""
         if self.cannot_tell:
             return f"Cannot tell what bounds this step. {self.cannot_tell}"
+        late = (
+            self.probes and self.probes.baseline == "with your loader" and self.probes.ratios["the same batch again"]
+        )
+        if late and late.low >= 2:
+            return (
+                f"By the clock this step waits most for the data pipeline: the same batch again is {late}. "
+                "First: load in (more) other processes, or do less for each sample (9.7)."
+            )
         first = f"First: {self.helps[0]}." if self.helps else "Nothing in the table would help it by a tenth."
         return f"On {self.device.name} this step waits most for {self.estimate.regime}. {first}"
 

@@ -180,7 +180,7 @@ def _no_waits(c: Counts, d: Device) -> float:
 def _optimizer(c: Counts, d: Device) -> float:
     # one pass at least: parameter, gradient and state are read; parameter and state are written
     once = (2 * c.parameters + c.gradients + 2 * c.optimizer) / d.bandwidth
-    return max(0.0, estimate(c, d).by_phase.get(OPTIMIZER, 0.0) - max(d.launch, once))
+    return 0.0 if not c.fuses else max(0.0, estimate(c, d).by_phase.get(OPTIMIZER, 0.0) - max(d.launch, once))
 
 
 def _overlap(c: Counts, d: Device) -> float:
@@ -209,14 +209,19 @@ def _attention(c: Counts) -> Callable[[Operation], bool]:
     It may be in the module that has them, or in a softmax or dropout inside it. Projections do not belong to it.
     """
     ran: dict[str, set[str]] = {}
-    for o in c.operations:
+    products: dict[str, list[int]] = {}
+    for number, o in enumerate(c.operations):
         if o.phase == FORWARD:
             ran.setdefault(o.module, set()).add(o.name)
+            products.setdefault(o.module, []).extend([number] * (o.name in _PRODUCTS))
     parts = set()
-    for module in (m for m, names in ran.items() if names & _SOFTMAX):
-        home = module if ran[module] & _PRODUCTS else module.rpartition(".")[0]
-        if ran.get(home, set()) & _PRODUCTS:
-            parts |= {home, *(m for m in ran if m.rpartition(".")[0] == home and ran[m] & (_SOFTMAX | _DROPOUT))}
+    for number, o in enumerate(c.operations):
+        if o.phase == FORWARD and o.name in _SOFTMAX:
+            home = o.module if products[o.module] else o.module.rpartition(".")[0]
+            before = [i for i in products.get(home, ()) if i < number]
+            # of the scores, which that product made
+            if before and c.operations[before[-1]].elements == o.elements and products[home][-1] > number:
+                parts |= {home, *(m for m in ran if m.rpartition(".")[0] == home and ran[m] & (_SOFTMAX | _DROPOUT))}
     return lambda o: o.phase != OPTIMIZER and o.module in parts and (not o.flops or o.name in _PRODUCTS)
 
 
@@ -299,7 +304,8 @@ RULES = (
     Rule("batches of similar length", "9.7", "a little less random order",
          lambda c, d: f"{c.padded:.0%} of the tokens are padding", _padding),
     Rule("a fused optimizer", "9.0", "none",
-         lambda c, d: f"{c.by('phase').get(OPTIMIZER, (0,))[0]:,} operations update the parameters", _optimizer),
+         lambda c, d: f"{c.by('phase').get(OPTIMIZER, (0,))[0]:,} operations update the parameters"
+         + (", and this optimizer has no fused version" if not c.fuses else ""), _optimizer),
     Rule("overlap communication with backward", "9.2", "DDP does it; larger buckets",
          lambda c, d: f"{sum(o.bytes for o in c.operations if o.collective):,} bytes into and out of collectives",
          _overlap),
