@@ -1,11 +1,8 @@
 """Run a script on several processes from a notebook or a test, and leave nothing behind.
 
-The processes are started by `python -m torch.distributed.run --standalone`, which gives each its rank and finds a
-free port. Each of them is this file run as a script, which runs the given one. They hold one end of a pipe: when the
-other closes, because the caller died, each ends itself and what it started.
-
-Importing torch takes seconds. On Linux, torchrun has done so already when it copies itself (`--run-path`), once for
-each rank; elsewhere such a copy is not safe, and each rank is a Python that starts from nothing.
+The processes are started by `python -m torch.distributed.run --standalone`, each as this file, which runs the given
+script. They hold one end of a pipe: the other closes when the caller dies, and each then ends itself and what it
+started. On Linux they are copies of torchrun, which has imported torch by then; elsewhere such a copy is not safe.
 """
 
 import atexit
@@ -26,8 +23,6 @@ from pathlib import Path
 
 import psutil
 
-# All ranks are on this machine: by its own interface they find each other whatever the host's name resolves to.
-_INTERFACE = {"linux": "lo", "darwin": "lo0"}
 _COPIED = ("--run-path", "--start-method=fork") if sys.platform == "linux" else ()
 _PIPE = "SPEEDLAB_LAUNCH_PIPE"
 
@@ -101,7 +96,8 @@ def _environment(processes: int) -> dict[str, str]:
     import torch
 
     environment = {
-        "GLOO_SOCKET_IFNAME": _INTERFACE.get(sys.platform, ""),
+        # all ranks are on this machine: by its own interface they find each other, whatever its name resolves to
+        "GLOO_SOCKET_IFNAME": {"linux": "lo", "darwin": "lo0"}.get(sys.platform, ""),
         "TORCH_DIST_INIT_BARRIER": "1",  # a rank that is done at once waits until the others have connected to it
         "USE_LIBUV": "0" if sys.platform == "win32" else "",  # torch's Windows builds have no libuv
         "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // processes)),
@@ -143,12 +139,9 @@ def _finish(command: list[str], environment: dict[str, str], sink: object, deadl
 
 def _read(folder: Path, processes: int, stream: str, script: Path) -> tuple[str, ...]:
     """What each rank wrote to a stream, over all its attempts, without the name of the script's folder."""
-    texts = []
-    for rank in range(processes):
-        files = sorted(folder.glob(f"*/attempt_*/{rank}/{stream}.log"))
-        text = "".join(file.read_text(encoding="utf-8", errors="replace") for file in files)
-        texts.append(text.replace(f"{script.parent}{os.sep}", ""))
-    return tuple(texts)
+    files = [sorted(folder.glob(f"*/attempt_*/{rank}/{stream}.log")) for rank in range(processes)]
+    texts = ("".join(file.read_text(encoding="utf-8", errors="replace") for file in parts) for parts in files)
+    return tuple(text.replace(f"{script.parent}{os.sep}", "") for text in texts)
 
 
 def _accounts(launched: Launched, first: int) -> list[str]:
@@ -179,8 +172,7 @@ def _end_family(pid: int) -> None:
 
 def _end_with_the_caller() -> None:
     """Wait until nobody holds the other end of the pipe, then end this process and what it started."""
-    while os.read(int(os.environ[_PIPE]), 1):
-        pass
+    os.read(int(os.environ[_PIPE]), 1)  # nothing is ever written: it returns when the other end closes
     for child in psutil.Process().children():
         _end_family(child.pid)
     os._exit(1)
@@ -188,10 +180,8 @@ def _end_with_the_caller() -> None:
 
 def _rank(script: str, arguments: list[str]) -> int:
     """Be one rank: run the script as Python would, and return the code to exit with."""
-    if _COPIED:  # with the launcher's ways of ending, which are not a rank's
-        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
-            signal.signal(number, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    for name in ("SIGTERM", "SIGHUP", "SIGQUIT", "SIGINT") if _COPIED else ():  # a copy has the launcher's handlers
+        signal.signal(getattr(signal, name), signal.default_int_handler if name == "SIGINT" else signal.SIG_DFL)
     threading.Thread(target=_end_with_the_caller, daemon=True).start()
     sys.path[0], sys.argv = str(Path(script).parent), [script, *arguments]
     code: object = 0
@@ -215,7 +205,6 @@ def _rank(script: str, arguments: list[str]) -> int:
 
 if __name__ == "__main__":
     ended = _rank(sys.argv[1], sys.argv[2:])
-    # Python's own shutting down is left out: it would wait for the thread that reads the pipe, and DDP keeps the
-    # group's threads alive, of which one that lets go of a tensor meanwhile aborts the process (pytorch 190489).
-    # A copy is spared it anyway, and torchrun waits for its return.
+    # Python's own shutting down is left out, and a copy is spared it: DDP keeps the group's threads alive, and one
+    # that lets go of a tensor meanwhile aborts the process (pytorch 190489). torchrun waits for a copy's return.
     sys.exit(ended) if _COPIED else os._exit(ended)

@@ -195,8 +195,7 @@ def synchronised_clock(where: torch.device) -> Callable[[], float]:
 @functools.cache
 def processor() -> dict[str, str]:
     """What Linux says of the processor: 'model name', 'cpu family', 'model', 'stepping'. Elsewhere, nothing."""
-    place = Path("/proc/cpuinfo")
-    first = place.read_text().split("\n\n")[0] if place.exists() else ""
+    first = place.read_text().split("\n\n")[0] if (place := Path("/proc/cpuinfo")).exists() else ""
     return dict(re.findall(r"(?m)^(model name|cpu family|model|stepping)\s*: (.+)$", first))
 
 
@@ -209,5 +208,5 @@ def _instructions(where: torch.device) -> tuple[str, ...]:
     if where.type == "cuda":
         return ("compute capability {}.{}".format(*torch.cuda.get_device_capability(where)),)
     known, held = torch.cpu.get_capabilities(), os.environ.get("ONEDNN_MAX_CPU_ISA")
-    names = tuple(name.upper().replace("_", "-") for name in _ISA if known.get(name))
-    return (*names, f"oneDNN held to {held}") if held else names
+    names = [name.upper().replace("_", "-") for name in _ISA if known.get(name)]
+    return (*names, *[f"oneDNN held to {held}"] * bool(held))

@@ -79,8 +79,7 @@ def bars(
     ax.invert_yaxis()
     ax.margins(x=0.18)
     ax.set_xlim(left=0)
-    ax.set_title(title)
-    ax.set_xlabel(label)
+    ax.set(title=title, xlabel=label)
 
 
 def comparison(result: Comparison, title: str) -> None:
@@ -123,9 +122,7 @@ def curves(
         ax.set_yscale("log")
     if len(lines) > 1:
         ax.legend()
-    ax.set_title(title)
-    ax.set_xlabel(x)
-    ax.set_ylabel(y)
+    ax.set(title=title, xlabel=x, ylabel=y)
 
 
 def timeline(
@@ -143,5 +140,4 @@ def timeline(
     ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.25), ncols=min(len(kinds), 4))
     ax.set_yticks(range(len(lanes)), list(lanes))
     ax.invert_yaxis()
-    ax.set_title(title)
-    ax.set_xlabel(unit)
+    ax.set(title=title, xlabel=unit)
