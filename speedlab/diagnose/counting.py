@@ -26,7 +26,16 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from speedlab import compat, count, machine
-from speedlab.diagnose.jobs import DiagnoseError, Job, one_sentence, real_tokens, said, size_of, tensors, untouched
+from speedlab.diagnose.jobs import (
+    DiagnoseError,
+    Job,
+    in_a_line,
+    one_sentence,
+    real_tokens,
+    size_of,
+    tensors,
+    untouched,
+)
 
 FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"
 _OVERWRITES = frozenset(("zero_", "fill_", "copy_", "_foreach_zero_", "_foreach_copy_", "normal_", "uniform_"))
@@ -494,5 +503,5 @@ def _calls(loader: Iterable) -> tuple[int, list]:
         error.clear(), taken.clear()
         take()
     if error or not taken:
-        raise DiagnoseError(f"The loader gave no two batches: {said(error[0]) if error else 'it ended'}.")
+        raise DiagnoseError(f"The loader gave no two batches: {in_a_line(error[0]) if error else 'it ended'}.")
     return (0 if getattr(loader, "num_workers", 0) else made // len(taken)), taken

@@ -37,11 +37,11 @@ def one_sentence(what: str, hint: str = "") -> Iterator[None]:
                 "and configure_optimizers, or write a Job with a loss_fn and a make_optimizer of your own."
             )
         raise DiagnoseError(
-            f"{what} raised {type(error).__name__}: {said(error).rstrip('.')}. {hint}".strip()
+            f"{what} raised {type(error).__name__}: {in_a_line(error).rstrip('.')}. {hint}".strip()
         ) from error
 
 
-def said(error: BaseException) -> str:
+def in_a_line(error: BaseException) -> str:
     """What an error says, in a line; of one that a DataLoader's worker hands over, the last of its traceback."""
     lines = (str(error).strip() or "no message").splitlines()
     return lines[-1] if lines[0].startswith("Caught ") else lines[0]
