@@ -165,7 +165,7 @@ def frozen(rows: int = 32, width: int = 24) -> tuple:
     return body, head, optimizer, torch.randn(rows, width), torch.arange(rows) % 5
 
 
-@check("Task 3, no work for nobody")
+@check("Task 3, no unused work")
 def step(answer: Callable[..., tuple]) -> None:
     for rows in (32, 7):
         with where(f"With {rows} rows"):
