@@ -54,9 +54,9 @@ def run(
 ) -> Launched:
     """Run `script` on so many processes, as torchrun does, and return what each of them printed.
 
-    The processes see the machine's GPUs where there is one for each of them, and none otherwise: the script takes
-    NCCL if `torch.cuda.is_available()`, else gloo. `environment` is added to theirs; `options` go to torchrun, such
-    as '--max-restarts=1'. After `timeout` seconds, or at an interrupt, all of them are ended. Raises LaunchError, the
+    The processes see the machine's GPUs where there is one for each, and none otherwise: the script takes NCCL if
+    `torch.cuda.is_available()`, else gloo; torchrun waits on after `os._exit(0)`. `environment` is added to theirs,
+    `options` go to torchrun. After `timeout` seconds, or at an interrupt, all are ended. Raises LaunchError, the
     traceback of the rank that failed first on top, and ValueError for a missing script, or no positive number.
     """
     script = Path(script).resolve()

@@ -90,10 +90,13 @@ def checkpointed(job: Job) -> Job | str:
     parts = [part for block in blocks(model) for part in block.modules()]
     if not parts:
         return "The model has no repeated blocks to compute again."
-    before = [_state_of(part) for part in parts]
-    job.loss(model, job.batch())
-    after = map(_state_of, parts)
-    twice = {type(part).__name__.strip("_") for part, a, b in zip(parts, before, after, strict=True) if a != b}
+    batch, states = job.batch(), []
+    for _ in range(2):  # what the second forward only writes again, such as scores to look at, may be written twice
+        machine.seed_everything(0)
+        job.loss(model, copy.deepcopy(batch))
+        states.append([_state_of(part) for part in parts])
+    names = [type(part).__name__.strip("_") for part in parts]
+    twice = {name for name, a, b in zip(names, *states, strict=True) if not _same(a, b)}
     if twice:
         return f"A checkpoint would run {', '.join(sorted(twice))} twice in a step, and each run changes its state."
 
@@ -124,10 +127,17 @@ def _training_gradients(job: Job) -> torch.Tensor:
 
 
 def _state_of(module: nn.Module) -> dict[str, object]:
-    """A module's own buffers, and its plain numbers and tensors, as values that can be compared."""
+    """A copy of a module's own buffers, and of its plain numbers and tensors."""
     held = {**vars(module), **dict(module.named_buffers(recurse=False))}
-    plain = {name: value for name, value in held.items() if isinstance(value, int | float | str | torch.Tensor)}
-    return {name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in plain.items()}
+    tensors_ = {name: value.detach().clone() for name, value in held.items() if isinstance(value, torch.Tensor)}
+    return {name: value for name, value in held.items() if isinstance(value, int | float | str)} | tensors_
+
+
+def _same(a: dict[str, object], b: dict[str, object]) -> bool:
+    pairs = [(value, b.get(name)) for name, value in a.items()]
+    both = lambda x, y: isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor)  # noqa: E731
+    alike = (torch.equal(x, y) if both(x, y) else type(x) is type(y) and x == y for x, y in pairs)
+    return a.keys() == b.keys() and all(alike)
 
 
 def _on(job: Job, parts: Callable[[nn.Module], list[nn.Module]], change: Callable[[nn.Module], None]) -> Job:
@@ -228,7 +238,9 @@ def workers(job: Job) -> Job | str:
     own = {"batch_size": None, "sampler": loader.sampler}  # where the dataset makes batches
     options |= {"batch_sampler": loader.batch_sampler} if loader.batch_sampler is not None else own
     made = DataLoader(loader.dataset, num_workers=max(1, machine.cores() - 1), **options)
-    # the first two batches of two workers; one worker repeats nothing
+    if made.num_workers < 2:
+        return replace(job, loader=made)
+    # the first two batches come from two workers
     numbers = lambda batch: _flat([torch.ones(1), *tensors(batch)])  # noqa: E731
     plain, theirs = ([numbers(batch) for batch in itertools.islice(one, 2)] for one in (loader, made))
     if torch.equal(theirs[0], theirs[-1]) and not torch.equal(plain[0], plain[-1]):
@@ -427,16 +439,15 @@ def timed(job: Job, changed: Job, name: str, seconds: float) -> Comparison:
     turns = changed.batch_size // job.batch_size
 
     def steps(job: Job, times: int) -> Callable[[], None]:
-        train, batches = steady(job), job.batches() or itertools.repeat(job.batch())
+        train, batches = steady(job, [*job.built()]), job.batches() or itertools.repeat(job.batch())
         return lambda: [train(next(batches)) for _ in range(times)]
 
     variants = {"before": steps(job, turns), name: steps(changed, 1)}
     return compare(variants, seconds=seconds, max_rounds=50)
 
 
-def steady(job: Job) -> Callable[[object], torch.Tensor]:
-    """A step on a fresh model, and on another where the first will go no further: a schedule may have an end."""
-    made = [*job.built()]
+def steady(job: Job, made: list) -> Callable[[object], torch.Tensor]:
+    """A step on a model and its optimizer, and on new ones where these go no further: a schedule may have an end."""
 
     def train(batch: object) -> torch.Tensor:
         try:
@@ -451,12 +462,12 @@ def steady(job: Job) -> Callable[[object], torch.Tensor]:
 def probe(job: Job, seconds: float = 20.0) -> Comparison:
     """Time a step in turns with variants of it, on a fresh model: each ratio says what the missing part costs."""
     with untouched(job.loader), one_sentence("Timing a step"):
-        model, _ = job.built()
-        train, batch, feed = steady(job), job.batch(), job.batches()
+        made, batch, feed = [*job.built()], job.batch(), job.batches()
+        train = steady(job, made)
 
         def without_optimizer() -> None:
-            model.zero_grad()
-            job.loss(model, batch).backward()
+            made[0].zero_grad()
+            job.loss(made[0], batch).backward()
 
         variants = {"with your loader": lambda: train(next(feed))} if feed else {}
         variants["the same batch again"] = lambda: train(batch)
