@@ -105,6 +105,13 @@ def assigned(model, limit):
     return norm
 
 
+def with_norm_set(model, limit):
+    norm = stacked(gradients(model))
+    for grad in gradients(model):
+        grad.set_(grad * (limit / (norm + 1e-12)).clamp(max=1))
+    return norm
+
+
 CLIPS = {
     "squares": with_norm(squares),
     "stacked": with_norm(stacked),
@@ -196,6 +203,13 @@ WRONG_CLIPS = {
     "no return": (with_norm(stacked, back=lambda n: None), "None"),
     "a list of norms": (lambda m, limit: [nn.utils.clip_grad_norm_(m.parameters(), limit)] * 2, "number"),
     "assigned": (assigned, "new gradients"),
+    "new memory": (with_norm_set, "new gradients"),
+    "above 1 only": (with_norm(stacked, lambda n, limit: torch.where(n > 1.0, limit / n, 1.0)), "gradients"),
+    "above the limit squared": (
+        with_norm(stacked, lambda n, limit: torch.where(n > limit**2, limit / (n + 1e-12), 1.0)),
+        "gradients",
+    ),
+    "a large epsilon": (with_norm(stacked, lambda n, limit: (limit / (n + 1e-2)).clamp(max=1)), "gradients"),
     "many operations": (wasteful, "operations for"),
 }
 
@@ -585,6 +599,19 @@ def planner(
     return plan
 
 
+def dearer(more):
+    """The plan of an answer that counts `more(batch, overhead, micro, FLOPs computed again)` on top."""
+
+    def plan(layers, batch, limit, overhead):
+        def cost(layers, micro, again):
+            flops = sum(layers[i][2] for i in again)
+            return checks.cost_of(layers, batch, overhead, micro, again) + more(batch, overhead, micro, flops)
+
+        return planner(cost=cost)(layers, batch, limit, overhead)
+
+    return plan
+
+
 def all_subsets(layers):
     numbers = range(len(layers))
     return [again for size in range(len(layers) + 1) for again in itertools.combinations(numbers, size)]
@@ -658,6 +685,15 @@ WRONG_PLANS = {
         "try that set",
     ),
     "the dearest": (planner(worst=True), "costs"),
+    "never the whole batch": (
+        planner(sizes=lambda batch: [m for m in range(1, batch) if batch % m == 0]),
+        "larger micro-batches",
+    ),
+    "four times for a layer again": (dearer(lambda batch, overhead, micro, again: 3 * batch * again), "costs"),
+    "no overhead for a whole batch": (
+        dearer(lambda batch, overhead, micro, again: -overhead * (micro == batch)),
+        "costs",
+    ),
     "fewest layers": (planner(cost=lambda layers, micro, again: len(again)), "micro-batches"),
     "largest micro-batch": (planner(cost=lambda layers, micro, again: -micro), "again"),
     "bytes instead of FLOPs": (

@@ -162,6 +162,17 @@ def test_an_error_is_told_with_the_case_in_which_it_came():
     )
 
 
+def test_an_error_object_that_is_raised_again_collects_no_cases():
+    again = made("E = ValueError('mine')\n\ndef f(n):\n    raise E")["f"]
+    told = {said(lambda f: _in_a_case(f), again) for _ in range(2)}
+    assert told == {"not yet right. For 1: Your code raised ValueError at the line `raise E`: mine"}
+
+
+def _in_a_case(answer):
+    with where("For 1"):
+        answer(1)
+
+
 def test_an_error_in_the_check_itself_quotes_no_line_that_is_not_the_answers():
     told = said(lambda f: f() + 1, made("def f():\n    return 'text'")["f"])
     assert told.startswith("not yet right. The check cannot go on") and "TypeError" in told and "`" not in told

@@ -260,7 +260,11 @@ WRONG_CLIPS = {
     "by position": ([("optimizer, max_norm=max_norm, error_if_nonfinite=False", "optimizer, max_norm")],
                     "not `clip_val`"),
     "sent each time": ([("        with fabric.no_backward_sync(model, enabled=i < len(micro_batches) - 1):\n",
-                         "        if True:\n")], "in every backward"),
+                         "        if True:\n")], "in more than the last backward"),
+    "all but the first sent": ([("enabled=i < len(micro_batches) - 1", "enabled=i == 0 < len(micro_batches) - 1")],
+                               "in more than the last backward"),
+    "overflow zeroed": ([("    norm = ", "    for p in model.parameters():\n"
+                          "        p.grad.nan_to_num_(0.0, 0.0, 0.0)\n    norm = ")], "lowers its scale"),
     "each micro-batch": ([("    norm = ", "        norm = ")], "clip them once"),
     "sum": ([(" / len(micro_batches)", "")], "not of the mean"),
     "after the step": ([("    optimizer.step()\n", ""), ("    norm = ", "    optimizer.step()\n    norm = ")],
@@ -298,9 +302,13 @@ def test_clipped_step_rejects(changes, word, rejects):
     rejects("clipped_step", changed(CLIPPED, *changes), word)
 
 
-def test_clipped_step_names_the_overflow_at_which_an_answer_raises(verdict):
-    said = verdict("clipped_step", changed(CLIPPED, (", error_if_nonfinite=False", "")))
-    assert said.startswith("not yet right. In 16-mixed, with an overflow") and "raised RuntimeError" in said
+SKIPPED = ("    optimizer.step()", "    if torch.isfinite(norm):\n        optimizer.step()")
+
+
+@pytest.mark.parametrize("change", [(", error_if_nonfinite=False", ""), SKIPPED], ids=["an error", "no step"])
+def test_clipped_step_names_the_overflow_at_which_an_answer_raises(change, verdict):
+    said = verdict("clipped_step", changed(CLIPPED, change))
+    assert said.startswith("not yet right. In 16-mixed, a step after an overflow") and "raised RuntimeError" in said
 
 
 def test_clipped_step_rejects_gradients_that_are_never_sent(rejects):

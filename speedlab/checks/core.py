@@ -74,6 +74,16 @@ class NotYetError(BaseException):
     """What is wrong with an answer, in a sentence or two for the learner. Raised by `fail` and `expect` only."""
 
 
+class _RaisedError(Exception):
+    """What an answer raised, and the case in which it did."""
+
+    def __init__(self, here: str, error: Exception):
+        super().__init__(here)
+        inner = isinstance(error, _RaisedError)
+        self.here = f"{here}: {error.here}" if inner else f"{here}: "
+        self.error = error.error if inner else error
+
+
 def fail(hint: str) -> NoReturn:
     """End the check with a hint."""
     raise NotYetError(hint)
@@ -93,8 +103,7 @@ def where(here: str) -> Iterator[None]:
     except NotYetError as wrong:
         raise NotYetError(f"{here}: {wrong}") from None
     except Exception as error:
-        error.add_note(here)
-        raise
+        raise _RaisedError(here, error) from error
 
 
 def check(title: str, seconds: float = 60.0) -> Callable:
@@ -345,17 +354,18 @@ def explain(error: BaseException) -> str:
     """An error as a sentence for the learner: the hint of `fail`, or what was raised, with the answer's own line."""
     if isinstance(error, NotYetError):
         return str(error)
+    if isinstance(error, _RaisedError):
+        return f"{error.here}{explain(error.error)}"
     said = (str(error).strip().splitlines() or [""])[0]
     what = type(error).__name__ + (f": {said}" if said else ".")
     own = _own(traceback.walk_tb(error.__traceback__))
-    here = "".join(f"{case}: " for case in reversed(getattr(error, "__notes__", ())))
     if not own:
-        return f"{here}The check cannot go on with what your function returned or did to its inputs. {what}"
+        return f"The check cannot go on with what your function returned or did to its inputs. {what}"
     if isinstance(error, NotImplementedError) and not said:  # PyTorch raises it too, with a message
         if name := _helper(own):
             return f"Your code needs `{name}`, which is not written yet."
         return "Your function still comes to its `raise NotImplementedError`: delete that line."
-    return f"{here}Your code raised {type(error).__name__}{_place(own)}" + (f": {said}" if said else ".")
+    return f"Your code raised {type(error).__name__}{_place(own)}" + (f": {said}" if said else ".")
 
 
 _Frames = list[tuple[types.FrameType, int]]
