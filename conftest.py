@@ -19,6 +19,7 @@ from queue import Empty
 import psutil
 import pytest
 import shard
+import warm_kernels
 from nbval.plugin import IPyNbCell, IPyNbFile, comment_markers, metadata_tags
 from notebooks import BRIEF, FOLDERS, NOT_COMPARED, QUIET, ROOT, Printed, Watch, blank, claims_in, comparable
 
@@ -29,6 +30,8 @@ os.environ.update(QUIET)
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# For a few notebooks, it costs more to import every library once than to import what they need.
+_WARM_FROM = 6
 WATCH = pytest.StashKey[Watch]()
 
 # Exceptions to strict comparison need a line here: (notebook, tag or comment) -> reason. There are none.
@@ -176,6 +179,8 @@ def _cores() -> int:
 def pytest_collection_modifyitems(items):
     """Put the slowest files first, so that none of them is left for the end, when the other workers are idle."""
     seconds = {path: shard.seconds(path) for path in {item.path for item in items}}
+    if sum(path.suffix == ".ipynb" for path in seconds) >= _WARM_FROM:
+        warm_kernels.use()
     items.sort(key=lambda item: (-seconds[item.path], str(item.path)))
 
 

@@ -394,7 +394,7 @@ def test_what_goes_wrong_on_a_rank_is_told():
     """One rank fails, the other waits for it in vain; the time of those that loop is not waited for."""
     broken = HELPERS.replace("dist.all_reduce(total)", "1 / 0 if total < 2 else dist.all_reduce(total)")
     with pytest.raises(NotYetError, match=r"On rank 0 of 2: .*`1 / 0 if .*` in `add`: division by zero"):
-        on_two_ranks(broken)
+        on_two_ranks(broken, seconds=16)
 
 
 @pytest.mark.parametrize(

@@ -171,7 +171,7 @@ NOTEBOOKS = {
 def outcomes(tmp_path_factory):
     """One run over all controls in a small copy of the house: {(notebook, test): failure}, its print, its row."""
     house = tmp_path_factory.mktemp("house")
-    for name in ("conftest.py", "tools/moves.py", "tools/notebooks.py", "tools/shard.py"):
+    for name in ("conftest.py", "tools/moves.py", "tools/notebooks.py", "tools/shard.py", "tools/warm_kernels.py"):
         (house / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, house / name)
     (house / "pytest.ini").write_text("[pytest]\npythonpath = tools\n")

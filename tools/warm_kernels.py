@@ -1,0 +1,133 @@
+"""Kernels that begin with the large libraries imported: forks of one process that imported them once.
+
+A course of notebooks starts some seventy kernels, and each would spend 3 to 10 seconds of a core on the same imports.
+This is a kernel provisioner, the way in which jupyter_client lets others start kernels; `use()` makes it the default
+of this process. Only Linux forks reliably beside threads: elsewhere, kernels start as usual.
+"""
+
+import contextlib
+import gc
+import importlib
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import psutil
+from jupyter_client.provisioning import KernelProvisionerFactory, LocalProvisioner
+
+# What most notebooks import, and the parts of it that take longest. A library that is missing is left out.
+PRELOADED = ("torch", "torchvision", "torch._dynamo", "lightning", "matplotlib.pyplot", "ipywidgets", "scipy.stats")
+PRELOADED += ("transformers.models.auto.modeling_auto", "ipykernel.kernelapp", "ipykernel.zmqshell")
+# ipykernel sets this when it starts, and matplotlib reads it when it is imported.
+_INLINE = {"MPLBACKEND": "module://matplotlib_inline.backend_inline"}
+
+
+class WarmProvisioner(LocalProvisioner):
+    """Asks the process that holds the libraries for a fork of itself, and looks after that as after its own child."""
+
+    origin: subprocess.Popen | None = None
+
+    async def launch_kernel(self, cmd, **options):
+        if self.origin is None or self.origin.poll() is not None:
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+            type(self).origin = subprocess.Popen(
+                [sys.executable, __file__], **pipes, env={**options["env"], **_INLINE}, text=True
+            )
+        self.cwd = options.get("cwd") or os.getcwd()
+        order = {"arguments": cmd[cmd.index("-f") :], "env": {**options["env"], **_INLINE}, "cwd": str(self.cwd)}
+        self.origin.stdin.write(json.dumps(order) + "\n")
+        self.origin.stdin.flush()
+        self.process = _Fork(int(self.origin.stdout.readline()))
+        self.pid = self.pgid = self.process.pid
+        return self.connection_info
+
+
+class _Fork:
+    """What a provisioner needs of a process, for one that is another's child."""
+
+    stdin = stdout = stderr = None
+
+    def __init__(self, pid: int):
+        self.pid = pid
+        try:
+            self.process = psutil.Process(pid)
+        except psutil.NoSuchProcess:
+            self.process = None
+
+    def poll(self) -> int | None:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if self.process and self.process.is_running() and self.process.status() != psutil.STATUS_ZOMBIE:
+                return None
+        return 0
+
+    def wait(self, timeout: float = 60) -> int:
+        end = time.monotonic() + timeout
+        while self.poll() is None:
+            if time.monotonic() > end:
+                raise subprocess.TimeoutExpired("kernel", timeout)
+            time.sleep(0.02)
+        return 0
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def use() -> None:
+    """Start kernels of this process as forks from now on, on Linux."""
+    if sys.platform == "linux":
+        factory = KernelProvisionerFactory.instance()
+        factory.provisioners["warm"] = EntryPoint("warm", "warm_kernels:WarmProvisioner", factory.GROUP_NAME)
+        factory.default_provisioner_name = "warm"
+
+
+def _orders() -> dict:
+    """Fork at each order that arrives; return it in the fork, and end where no more can come."""
+    for line in sys.stdin:
+        order = json.loads(line)
+        if (pid := os.fork()) == 0:
+            return order
+        print(pid, flush=True)
+    sys.exit()
+
+
+def _become_kernel(order: dict) -> None:
+    """Go on as a process would that was started for this kernel alone."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.setsid()
+    os.environ.clear()
+    # the poller of a kernel that has lost its parent compares with this
+    os.environ.update(order["env"], JPY_PARENT_PID=str(os.getppid()))
+    os.chdir(order["cwd"])
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for descriptor in (0, 1):
+        os.dup2(nowhere, descriptor)
+    multiprocessing.process.ORIGINAL_DIR = order["cwd"]  # what it spawns looks there for modules
+    import numpy
+    from ipykernel import kernelapp
+
+    numpy.random.seed()  # forks would draw the same, and what is not seeded must not repeat
+    sys.argv = ["ipykernel_launcher", *order["arguments"]]
+    kernelapp.launch_new_instance()
+
+
+if __name__ == "__main__":
+    if Path(sys.path[0]) == Path(__file__).parent:
+        del sys.path[0]
+    for name in PRELOADED:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the forks here
+    gc.freeze()  # what is shared stays shared
+    _become_kernel(_orders())
