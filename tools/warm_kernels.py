@@ -43,7 +43,9 @@ class WarmProvisioner(LocalProvisioner):
         order = {"arguments": cmd[cmd.index("-f") :], "env": {**options["env"], **_INLINE}, "cwd": str(self.cwd)}
         self.origin.stdin.write(json.dumps(order) + "\n")
         self.origin.stdin.flush()
-        self.process = _Fork(int(self.origin.stdout.readline()))
+        if not (pid := self.origin.stdout.readline()):
+            raise RuntimeError(f"The process that kernels are forked from ended: run `python {__file__}` to see why.")
+        self.process = _Fork(int(pid))
         self.pid = self.pgid = self.process.pid
         return self.connection_info
 
@@ -107,8 +109,7 @@ def _become_kernel(order: dict) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.setsid()
     os.environ.clear()
-    # the poller of a kernel that has lost its parent compares with this
-    os.environ.update(order["env"], JPY_PARENT_PID=str(os.getppid()))
+    os.environ.update(order["env"])
     os.chdir(order["cwd"])
     nowhere = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1):
@@ -118,7 +119,8 @@ def _become_kernel(order: dict) -> None:
     from ipykernel import kernelapp
 
     numpy.random.seed()  # forks would draw the same, and what is not seeded must not repeat
-    sys.argv = ["ipykernel_launcher", *order["arguments"]]
+    # ipykernel has read its parent's number from the environment already; without one, it would outlive that parent
+    sys.argv = ["ipykernel_launcher", *order["arguments"], f"--IPKernelApp.parent_handle={os.getppid()}"]
     kernelapp.launch_new_instance()
 
 
