@@ -62,8 +62,8 @@ def test_forks_run_in_their_folder_draw_their_own_numbers_and_end_alone(start, t
     assert printed(one, SPAWN) == "7 True"
     assert printed(one, DRAW) != printed(other, DRAW)
     first.provisioner.process.kill()
-    first.provisioner.process.wait(timeout=30)
+    first.provisioner.process.wait(30)
     assert not first.is_alive() and second.is_alive()
     assert printed(other, "print('here')") == "here"
     warm_kernels.WarmProvisioner.origin.terminate()
-    assert second.provisioner.process.wait(timeout=30) == 0, "a fork outlives the process that it came from"
+    second.provisioner.process.wait(30)  # raises where the fork outlives the process that it came from

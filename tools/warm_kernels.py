@@ -14,7 +14,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
@@ -22,9 +21,11 @@ import psutil
 from jupyter_client.provisioning import KernelProvisionerFactory, LocalProvisioner
 
 # What most notebooks import, and the parts of it that take longest. A library that is missing is left out.
-PRELOADED = ("torch", "torchvision", "torch._dynamo", "lightning", "matplotlib.pyplot", "ipywidgets", "scipy.stats")
-PRELOADED += ("transformers.models.auto.modeling_auto", "ipykernel.kernelapp", "ipykernel.zmqshell")
-# ipykernel sets this when it starts, and matplotlib reads it when it is imported.
+PRELOADED = """
+torch torch._dynamo torchvision lightning transformers.models.auto.modeling_auto
+scipy.stats matplotlib.pyplot ipywidgets ipykernel.kernelapp ipykernel.zmqshell
+""".split()
+# ipykernel sets this when it starts, but matplotlib reads it when it is imported, which is earlier here.
 _INLINE = {"MPLBACKEND": "module://matplotlib_inline.backend_inline"}
 
 
@@ -40,7 +41,7 @@ class WarmProvisioner(LocalProvisioner):
                 [sys.executable, __file__], **pipes, env={**options["env"], **_INLINE}, text=True
             )
         self.cwd = options.get("cwd") or os.getcwd()
-        order = {"arguments": cmd[cmd.index("-f") :], "env": {**options["env"], **_INLINE}, "cwd": str(self.cwd)}
+        order = {"arguments": cmd[cmd.index("-f") :], "env": options["env"], "cwd": str(self.cwd)}
         self.origin.stdin.write(json.dumps(order) + "\n")
         self.origin.stdin.flush()
         if not (pid := self.origin.stdout.readline()):
@@ -50,40 +51,20 @@ class WarmProvisioner(LocalProvisioner):
         return self.connection_info
 
 
-class _Fork:
-    """What a provisioner needs of a process, for one that is another's child."""
+class _Fork(psutil.Process):
+    """A process that is another's child, with what a provisioner asks of a subprocess.Popen besides."""
 
     stdin = stdout = stderr = None
 
-    def __init__(self, pid: int):
-        self.pid = pid
-        try:
-            self.process = psutil.Process(pid)
-        except psutil.NoSuchProcess:
-            self.process = None
-
     def poll(self) -> int | None:
         with contextlib.suppress(psutil.NoSuchProcess):
-            if self.process and self.process.is_running() and self.process.status() != psutil.STATUS_ZOMBIE:
+            if self.is_running() and self.status() != psutil.STATUS_ZOMBIE:
                 return None
         return 0
 
-    def wait(self, timeout: float = 60) -> int:
-        end = time.monotonic() + timeout
-        while self.poll() is None:
-            if time.monotonic() > end:
-                raise subprocess.TimeoutExpired("kernel", timeout)
-            time.sleep(0.02)
-        return 0
-
-    def send_signal(self, number: int) -> None:
-        os.kill(self.pid, number)
-
-    def terminate(self) -> None:
-        self.send_signal(signal.SIGTERM)
-
-    def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
+    def send_signal(self, sig: int) -> None:
+        with contextlib.suppress(psutil.NoSuchProcess):  # one that has ended needs none
+            super().send_signal(sig)
 
 
 def use() -> None:
