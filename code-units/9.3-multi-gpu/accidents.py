@@ -47,7 +47,7 @@ def lags(rank: int) -> None:
     barrier = partial(dist.monitored_barrier, timeout=timedelta(seconds=PATIENCE))  # on rank 0, this one counts
     tries = {"all_reduce": (all_reduce, PATIENCE), "monitored_barrier": (barrier, PATIENCE)}
     for name, (collective, seconds) in {**tries, "patient": (all_reduce, 60.0)}.items():
-        dist.barrier()  # making a group times out as the group does, and rank 1 may still be writing
+        dist.barrier()  # rank 1 may still be writing, and new_group waits for it no longer than the group would
         group = dist.new_group(timeout=timedelta(seconds=seconds))
         time.sleep(2 * PATIENCE * rank)  # rank 1 is alive and well, and writes a checkpoint
         start, says = time.perf_counter(), ""
