@@ -8,6 +8,7 @@ import pickle
 import random
 import sys
 import threading
+import time
 from dataclasses import replace
 
 import first_project
@@ -44,7 +45,7 @@ from speedlab.diagnose.climb import RUNGS, apart, blocks, climb, trains
 from speedlab.diagnose.jobs import load, mapped
 from speedlab.diagnose.jobs import tensors as flat
 from speedlab.diagnose.report import duration
-from speedlab.measure import Comparison, Ratio
+from speedlab.measure import Comparison, Ratio, Timing
 
 DEVICE = patients.DEVICE
 climbing = importlib.import_module("speedlab.diagnose.climb")
@@ -339,6 +340,14 @@ def test_a_technique_saves_no_more_than_its_rule_says(kind):
             assert saved <= most + 1e-12, (technique, device, saved, most)
 
 
+@pytest.mark.parametrize(("layer", "shape"), [(nn.Conv1d, (64,)), (nn.Conv2d, (64, 64)), (nn.Conv3d, (8, 8, 8))])
+def test_channels_last_is_for_images(layer, shape):
+    job = Job(lambda: layer(4, 4, 3), lambda n: torch.randn(n, 4, *shape), lambda m, x: m(x).square().mean(), sgd)
+    slow = replace(DEVICE, bandwidth=1e6)
+    advised = {advice.technique: advice.may for advice in diagnose(job, slow).advice}
+    assert advised["channels last"] == (layer is nn.Conv2d)
+
+
 def test_on_an_nvidia_gpu_tf32_is_a_technique_and_convolutions_have_it_already():
     gpu = replace(DEVICE, flops={"fp32": 1e12, "tf32": 4e12, "bf16": 8e12}, launch=0.0, bandwidth=float("inf"))
     linear, convolution = nn.Linear(64, 64), nn.Conv2d(3, 8, 3)
@@ -412,8 +421,6 @@ def linear(**changed) -> Job:
 
 
 def endless():
-    import time
-
     yield torch.ones(1)
     time.sleep(1000)
 
@@ -801,6 +808,33 @@ def test_what_the_clock_says_of_the_loader_comes_first():
     assert "waits most for the data pipeline" in replace(found, probes=probes).sentence()
     same = replace(probes, ratios={"the same batch again": Ratio(1.1, 0.9, 1.2, 0.95)})
     assert "data pipeline" not in replace(found, probes=same).sentence()
+
+
+def by_the_clock(same: float, twice: float) -> Comparison:
+    seconds = {"the same batch again": same, "twice the batch": twice}
+    timings = {name: Timing(each, each, each, (each,) * 6) for name, each in seconds.items()}
+    return Comparison(tuple(seconds), "the same batch again", timings, {}, {})
+
+
+def test_a_step_whose_time_is_in_no_operation_is_told_so():
+    def asleep(model, batch):
+        time.sleep(0.05)
+        return model(batch).square().mean()
+
+    assert climbing.outside(linear(loss_fn=asleep)) >= 0.04
+    found = diagnose(linear(), DEVICE)
+    assert found.outside == 0, "without seconds no clock is read"
+    for outside, told in ((0.4, False), (0.6, True)):
+        said = replace(found, probes=by_the_clock(1.0, 1.1), outside=outside).sentence()
+        assert ("0.6 s of this step's 1 s are in no operation of PyTorch" in said) == told
+
+
+def test_a_larger_batch_is_not_the_first_advice_where_it_takes_as_much_longer():
+    found = diagnose(linear(batch_size=1), DEVICE)
+    assert found.helps[0] == "a larger batch"
+    assert "First: a larger batch." in replace(found, probes=by_the_clock(1.0, 1.1)).sentence()
+    slow = replace(found, probes=by_the_clock(1.0, 2.0)).sentence()
+    assert "First: a larger batch." not in slow and "twice the batch takes 2.0 times as long" in slow
 
 
 def test_a_trainers_optimizer_is_made_without_its_folder(tmp_path):

@@ -3,6 +3,7 @@
 Here alone a clock is read. It never decides what the diagnosis says, only which changes a climb keeps.
 """
 
+import contextlib
 import copy
 import functools
 import itertools
@@ -13,6 +14,7 @@ from unittest.mock import patch
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -29,7 +31,7 @@ from speedlab.diagnose.jobs import (
     tensors,
     untouched,
 )
-from speedlab.diagnose.rules import Device, advise
+from speedlab.diagnose.rules import LARGER, Device, advise
 from speedlab.measure import Comparison, compare
 
 # How far outputs and gradients may be off, relative to their norm: rounding in fp32, and in bf16's 8 bits.
@@ -256,7 +258,7 @@ RUNGS: dict[str, tuple[Callable[[Job], Job | str], float]] = {
     "torch.compile": (compiled, _EXACT),
     "channels last": (channels_last, _EXACT),
     "checkpointing, or micro-batches": (checkpointed, _EXACT),
-    "a larger batch": (larger_batch, _EXACT),
+    LARGER: (larger_batch, _EXACT),
 }
 
 
@@ -457,6 +459,40 @@ def steady(job: Job, made: list) -> Callable[[object], torch.Tensor]:
             return job.train(*made, batch)
 
     return train
+
+
+class _Inside(TorchDispatchMode):
+    """Adds up the seconds of PyTorch's operations, as the host sees them."""
+
+    seconds = 0.0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        start = time.perf_counter()
+        out = func(*args, **(kwargs or {}))
+        self.seconds += time.perf_counter() - start
+        return out
+
+
+@untouched()
+def outside(job: Job) -> float:
+    """Seconds of the host in a step that are in no operation of PyTorch: in Python, in other libraries, asleep.
+
+    The fastest of four steps, less the operations of the fastest of four that are watched, which takes its time.
+    """
+    with one_sentence("Timing a step"):
+        train, clock, pairs = steady(job, [*job.built()]), machine.synchronised_clock(machine.device()), []
+
+        def host(around: contextlib.AbstractContextManager) -> float:
+            batch, start = job.batch(), clock()
+            with around:
+                train(batch)
+            return time.perf_counter() - start
+
+        for _ in range(5):
+            watched = _Inside()
+            pairs.append((host(contextlib.nullcontext()), host(watched) and watched.seconds))
+        whole, inside = map(min, zip(*pairs[1:], strict=True))  # the first pair warms up
+    return max(0.0, whole - inside)
 
 
 def probe(job: Job, seconds: float = 20.0) -> Comparison:

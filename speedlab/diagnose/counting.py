@@ -258,6 +258,8 @@ class _Watch(TorchDispatchMode):
             self.sync()
         # attention bears this tag also where it drops nothing
         named = {of.name: given for of, given in zip(func._schema.arguments, args, strict=False)} | kwargs
+        if "convolution" in name:
+            name += f"_{len(named['stride'])}d"
         keeps_all = "scaled_dot_product" in name and not named.get("dropout_p")
         self.draws += torch.Tag.nondeterministic_seeded in func.tags and not keeps_all
         if func.is_view or name in _NOTHING_LAUNCHED or func.namespace in _NO_WORK:

@@ -7,10 +7,10 @@ import json
 from dataclasses import dataclass
 
 from speedlab import plots
-from speedlab.diagnose.climb import Rung, climb, probe
+from speedlab.diagnose.climb import Rung, climb, outside, probe
 from speedlab.diagnose.counting import Counts, counts
 from speedlab.diagnose.jobs import Job
-from speedlab.diagnose.rules import COMPILE, WORTH, Advice, Device, Estimate, advise, contradiction, estimate
+from speedlab.diagnose.rules import COMPILE, LARGER, WORTH, Advice, Device, Estimate, advise, contradiction, estimate
 from speedlab.display import Table, bytes_text, table
 from speedlab.measure import Comparison
 
@@ -19,6 +19,7 @@ NOT_SEEN = (
     "arithmetic of kernels from outside PyTorch (flash_attn, Triton), and what a GPU runs otherwise than a CPU: "
     "where it was counted on a CPU, attention with dropout keeps its scores, and an optimizer goes tensor by tensor",
     "the network between machines, and waiting for slower processes",
+    "what a step does in Python or in other libraries, unless a clock is read",
     "decoding in C, which the count of Python calls leaves out: look at the row with your loader",
     "whether fewer steps would do: a schedule, or a better pretrained model (9.9)",
 )
@@ -26,7 +27,10 @@ NOT_SEEN = (
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What bounds a step on a device, and what would help it; `probes` and `rungs` where a clock was read."""
+    """What bounds a step on a device, and what would help it; `probes` and `rungs` where a clock was read.
+
+    `outside` are the seconds of a step that are in no operation of PyTorch, by that clock.
+    """
 
     device: Device
     counts: Counts
@@ -36,6 +40,7 @@ class Diagnosis:
     cannot_tell: str = ""
     rungs: tuple[Rung, ...] = ()
     steps: int | None = None
+    outside: float = 0.0
 
     @property
     def helps(self) -> tuple[str, ...]:
@@ -103,7 +108,18 @@ class Diagnosis:
                 f"By the clock this step waits most for the data pipeline: the same batch again is {late}. "
                 "First: load in (more) other processes, or do less for each sample (9.7)."
             )
-        first = f"First: {self.helps[0]}." if self.helps else "Nothing in the table would help it by a tenth."
+        times = {name: timing.median for name, timing in self.probes.timings.items()} if self.probes else {}
+        step, twice = times.get("the same batch again", float("inf")), times.get("twice the batch", 0.0)
+        if self.outside > step / 2:
+            return (
+                f"By the clock, {self.outside:.2g} s of this step's {step:.2g} s are in no operation of PyTorch: in "
+                "Python, in another library, or asleep. First: find the lines (py-spy, cProfile), and take them out "
+                "of the step."
+            )
+        helps = [name for name in self.helps if name != LARGER or twice < 1.8 * step]
+        first = f"First: {helps[0]}." if helps else "Nothing in the table would help it by a tenth."
+        if helps[:1] != list(self.helps[:1]):
+            first += f" By the clock, {LARGER} would not: twice the batch takes {twice / step:.1f} times as long."
         return f"On {self.device.name} this step waits most for {self.estimate.regime}. {first}"
 
     def tables(self) -> dict[str, Table]:
@@ -161,11 +177,14 @@ def diagnose(
     here = device or Device.here()
     found = counts(job)
     timing = probe(job, seconds / 3) if seconds else None
+    own = outside(job) if timing and not found.compiled else 0.0  # what is compiled is no operation that can be seen
     doubt = ""
     if timing and device is None:
         doubt = contradiction(found, here, timing.timings["the same batch again"].median)
     rungs = climb(job, here, memory=memory, seconds=seconds or 60.0)[1] if climbing and not doubt else ()
-    return Diagnosis(here, found, estimate(found, here), advise(found, here, memory), timing, doubt, rungs, steps)
+    return Diagnosis(
+        here, found, estimate(found, here), advise(found, here, memory), timing, doubt, rungs, steps, own
+    )
 
 
 def _by(counts: Counts, kind: str, column: int) -> str:

@@ -20,7 +20,7 @@ _DROPOUT = frozenset(("native_dropout", "bernoulli_"))
 _SQUARED = ("bmm", "baddbmm", "_softmax", "_safe_softmax", "_scaled_dot_product")
 # A technique that gives less than this at most is not worth its price.
 WORTH = 1.1
-COMPILE = "torch.compile"
+COMPILE, LARGER = "torch.compile", "a larger batch"
 LAUNCHES, MEMORY, COMPUTE, COMMUNICATION = "launching operations", "memory traffic", "arithmetic", "communication"
 
 
@@ -252,7 +252,7 @@ _half, _tf32 = _products_in("bf16", 2), _products_in("tf32", 1)
 # products stay calls of their own
 _fusion = _time_of(lambda o, d: not o.flops)
 # a kernel that wants the channels innermost converts what it reads and writes, which no counter sees
-_layouts = _time_of(lambda o, d: "convolution" in o.name and d.bound(o) == MEMORY)
+_layouts = _time_of(lambda o, d: "convolution" in o.name and o.name.endswith("_2d") and d.bound(o) == MEMORY)
 
 
 def _share(saves: Callable[[Counts, Device], float], what: str) -> Callable[[Counts, Device], str]:
@@ -320,7 +320,7 @@ RULES = (
     Rule(COMPILE, "9.4", "compilation when it starts, and at new shapes",
          lambda c, d: "part of it is compiled already; counted as it is written" if c.compiled else _between(c, d),
          lambda c, d: 0.0 if c.compiled else _fusion(c, d)),
-    Rule("a larger batch", "9.5", "fewer updates per epoch; tune the learning rate again",
+    Rule(LARGER, "9.5", "fewer updates per epoch; tune the learning rate again",
          _share(_per_step, "as long whatever the batch"),
          lambda c, d: 0.0 if _too_much(c, d) else _per_step(c, d), place=_per_step_but_updates),
 )  # fmt: skip
