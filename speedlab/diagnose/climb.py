@@ -474,10 +474,11 @@ class _Inside(TorchDispatchMode):
 
 
 @untouched()
-def outside(job: Job) -> float:
+def outside(job: Job, seconds: float = 20.0) -> float:
     """Seconds of the host in a step that are in no operation of PyTorch: in Python, in other libraries, asleep.
 
-    The fastest of four steps, less the operations of the fastest of four that are watched, which takes its time.
+    The fastest of up to five steps, less the operations of the fastest of as many that are watched, which takes
+    time of its own. One of each warms up; after so many seconds, no other begins.
     """
     with one_sentence("Timing a step"):
         train, clock, pairs = steady(job, [*job.built()]), machine.synchronised_clock(machine.device()), []
@@ -488,10 +489,11 @@ def outside(job: Job) -> float:
                 train(batch)
             return time.perf_counter() - start
 
-        for _ in range(5):
+        end = time.perf_counter() + seconds
+        while len(pairs) < 2 or (len(pairs) < 6 and time.perf_counter() < end):
             watched = _Inside()
             pairs.append((host(contextlib.nullcontext()), host(watched) and watched.seconds))
-        whole, inside = map(min, zip(*pairs[1:], strict=True))  # the first pair warms up
+        whole, inside = map(min, zip(*pairs[1:], strict=True))
     return max(0.0, whole - inside)
 
 

@@ -177,11 +177,12 @@ def diagnose(
     here = device or Device.here()
     found = counts(job)
     timing = probe(job, seconds / 3) if seconds else None
-    own = outside(job) if timing and not found.compiled else 0.0  # what is compiled is no operation that can be seen
+    seen = timing and not found.compiled  # in what is compiled, operations cannot be told apart
+    own = outside(job, seconds / 6) if seen else 0.0
     doubt = ""
     if timing and device is None:
         doubt = contradiction(found, here, timing.timings["the same batch again"].median)
-    rungs = climb(job, here, memory=memory, seconds=seconds or 60.0)[1] if climbing and not doubt else ()
+    rungs = climb(job, here, memory=memory, seconds=seconds / 2 or 60.0)[1] if climbing and not doubt else ()
     return Diagnosis(
         here, found, estimate(found, here), advise(found, here, memory), timing, doubt, rungs, steps, own
     )
