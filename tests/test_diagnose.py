@@ -979,6 +979,27 @@ def test_calls_that_differ_in_a_flag_or_in_noise_are_not_the_same_again():
     assert counts(job, breaks=False).repeated, "attention without dropout draws nothing"
 
 
+@pytest.mark.parametrize("switched", [True, False])
+def test_a_reference_with_adapters_switched_off_is_not_the_same_again(switched):
+    class Adapted(nn.Linear):
+        off = False
+
+        def forward(self, x):
+            return super().forward(x) * (1 if self.off else 2)
+
+    def preference(model, x):
+        model[0].off = False
+        chosen = model(x)
+        model[0].off = switched
+        with torch.no_grad():
+            reference = model(x)
+        return (chosen - reference).pow(2).mean()
+
+    job = linear(make_model=lambda: nn.Sequential(Adapted(4, 2)), loss_fn=preference)
+    found = counts(job, breaks=False).repeated
+    assert found == ({} if switched else {"Sequential": 1, "Adapted": 1})
+
+
 def test_a_model_that_draws_what_it_does_not_save_is_proved_and_a_loss_may_rise():
     class Features(nn.Linear):
         def __init__(self):

@@ -322,7 +322,8 @@ class _Watch(TorchDispatchMode):
         same = ((*stamp(t), t.storage_offset(), t.shape) for t in inputs)
         plain = str | int | float | None  # a flag, the name of a task
         said = tuple((k, v if isinstance(v, plain) else type(v)) for k, v in (*enumerate(given), *named.items()))
-        modes = tuple(m.training for m in module.modules())
+        # switches of its parts: training mode, or LoRA's adapters off for a reference
+        modes = tuple(on for m in module.modules() for on in vars(m).values() if isinstance(on, bool))
         key = (id(module), modes, said, *map(stamp, own), *same)
         if key in self._seen:
             self.repeated[type(module).__name__] += 1
