@@ -348,6 +348,15 @@ def test_channels_last_is_for_images(layer, shape):
     assert advised["channels last"] == (layer is nn.Conv2d)
 
 
+def test_an_operation_of_ones_own_may_be_called_a_convolution():
+    @torch.library.custom_op("of_ones_own::convolution", mutates_args=())
+    def own(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    found = counts(linear(loss_fn=lambda model, x: model(own(x)).square().mean()), breaks=False)
+    assert "convolution" in found.by("name")
+
+
 def test_on_an_nvidia_gpu_tf32_is_a_technique_and_convolutions_have_it_already():
     gpu = replace(DEVICE, flops={"fp32": 1e12, "tf32": 4e12, "bf16": 8e12}, launch=0.0, bandwidth=float("inf"))
     linear, convolution = nn.Linear(64, 64), nn.Conv2d(3, 8, 3)

@@ -1,6 +1,7 @@
 """Apply one technique at a time to a copy, prove that it computes the same, time it, and keep what helps.
 
-Here alone a clock is read. It never decides what the diagnosis says, only which changes a climb keeps.
+Here alone a clock is read. It never changes the table of advice: it may change the report's first sentence, and it
+decides which changes a climb keeps.
 """
 
 import contextlib

@@ -258,7 +258,7 @@ class _Watch(TorchDispatchMode):
             self.sync()
         # attention bears this tag also where it drops nothing
         named = {of.name: given for of, given in zip(func._schema.arguments, args, strict=False)} | kwargs
-        if "convolution" in name:
+        if "convolution" in name and func.namespace == "aten":
             name += f"_{len(named['stride'])}d"
         keeps_all = "scaled_dot_product" in name and not named.get("dropout_p")
         self.draws += torch.Tag.nondeterministic_seeded in func.tags and not keeps_all
