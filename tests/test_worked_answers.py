@@ -1,14 +1,17 @@
 """The worked answers obey their own tasks at every input that the tasks allow, also where no check looks."""
 
+import ast
 import itertools
+import json
 import random
 from fractions import Fraction
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
 import transformers
-from notebook_answers import answers
+from notebook_answers import answers, defined
 from notebooks import ROOT
 from torch import nn
 
@@ -16,6 +19,14 @@ from torch import nn
 def worked(number: int) -> dict[str, object]:
     [path] = Path(ROOT, "solutions").glob(f"exercise-{number}-*.ipynb")
     return answers(path)
+
+
+def lesson_names(notebook: str) -> dict[str, object]:
+    """What a lesson defines, without running it."""
+    cells = json.loads(Path(ROOT, "code-units", notebook).read_text(encoding="utf-8"))["cells"]
+    code = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+    kept = [node for node in ast.parse(code).body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    return defined(ast.unparse(kept), notebook, NamedTuple=NamedTuple, itertools=itertools)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
@@ -103,3 +114,18 @@ def test_both_layers_of_distilberts_head_have_to_be_named_to_peft():
     assert {name.split(".")[2] for name in head} == {"pre_classifier", "classifier"}
     with pytest.raises(TypeError):
         trained(task_type="SEQ_CLS")
+
+
+def test_the_chooser_of_9_2_5_agrees_where_exercise_2_says_so():
+    """Full: the whole state split. Slow network: a pipeline, told of one GPU per machine and of 1 GB/s; else not."""
+    lesson = lesson_names("9.2-parallelism/5-which-one.ipynb")
+
+    def first(model: tuple, sequences: int, **hardware: float) -> tuple:
+        machines = lesson["Hardware"](**hardware)
+        prices = lesson["choose"](lesson["Model"](*model), machines, sequences)
+        return next(price.plan for price in prices if price.gib <= machines.gib)
+
+    assert first((7e9, 32, 4096, 32, 4096), 64, gpus=8) == (8, 1, 1, 3)
+    thirteen, small = (13e9, 32, 5760, 48, 1024), {"gpus": 16, "gib": 24}
+    assert first(thirteen, 1024, **small, machine=1, across=1e9) == (1, 1, 16, 0)
+    assert first(thirteen, 1024, **small, across=1e9) != (1, 1, 16, 0)
