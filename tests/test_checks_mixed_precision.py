@@ -101,6 +101,8 @@ WRONG_GAPS = {
     "the power of two below the unrounded": (lambda w, t: torch.finfo(t).eps * below(w), "stores 0.9999 as 1"),
     "upward from a negative one": (lambda w, t: upward(w, t).item() - stored(w, t) * math.copysign(1, w),
                                    "-2 has", "towards zero: take abs"),
+    "the logarithm in the format": (lambda w, t: torch.finfo(t).eps
+                                    * 2.0 ** torch.tensor(abs(w), dtype=t).log2().floor().item(), "twice the gap"),
     "downward": (lambda w, t: stored(w, t) + upward(-abs(w), t).item(), "That is half", "the next smaller number"),
     "the smaller minus the larger": (lambda w, t: -by_doubling(w, t), "the larger number minus the smaller"),
     "Python's gap in fp32": (lambda w, t: math.ulp(w) if t == FP32 else by_doubling(w, t), "in fp32", "gap at 1."),
@@ -232,6 +234,18 @@ LOSS_OUTSIDE_IN_FP32 = """
         logits = logits.float()
     loss = nn.functional.cross_entropy(logits, labels)
 """
+CROSS_ENTROPY = "nn.functional.cross_entropy(logits, labels)"
+BY_LOGSUMEXP = "(logits.logsumexp(1) - logits.gather(1, labels[:, None]).squeeze(1)).mean()"
+BY_SOFTMAX = "-logits.softmax(1).gather(1, labels[:, None]).log().mean()"
+LAYERS = """logits = inputs
+        for layer in model:
+            logits = layer(logits)"""
+COPY = "        model = __import__('copy').deepcopy(model)\n"
+ZEROS_FOR_INF = """
+    for p in model.parameters():
+        p.grad.nan_to_num_(0.0, 0.0, 0.0)
+    optimizer.step()
+"""
 CLIP_EACH = """
     for p in model.parameters():
         nn.utils.clip_grad_norm_(p, max_norm)
@@ -258,6 +272,10 @@ STEPS = {
     "a loss object": [("nn.functional.cross_entropy(", "nn.CrossEntropyLoss()(")],
     "float()": [(RETURN, "return float(loss)")],
     "a leftover comment": [(RETURN, "# raise NotImplementedError\n    return loss.item()")],
+    "called as forward": [("model(inputs)", "model.forward(inputs)")],
+    "layer by layer": [(LOSS, LOSS_OUTSIDE_IN_FP32.replace("logits = model(inputs)", LAYERS))],
+    "the loss in fp64": [("cross_entropy(model(inputs)", "cross_entropy(model(inputs).double()")],
+    "a loss of one's own": [(LOSS, LOSS_OUTSIDE_IN_FP32.replace(CROSS_ENTROPY, BY_LOGSUMEXP))],
     "model.train()": [(ZERO, ZERO + "    model.train()\n")],
 }
 
@@ -294,10 +312,18 @@ MISTAKES = {
         [(RETURN, "return nn.functional.cross_entropy(model(inputs), labels).item()")],
         ["32-true", "after the step"],
     ),
+    "steps on zeros for inf": ([("    scaler.step(optimizer)\n", ZEROS_FOR_INF)], ["16-mixed", "no gradients"]),
+    "another optimizer": (
+        [(ZERO, "    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n" + ZERO)],
+        ["0 steps", "given"],
+    ),
+    "trains a copy": ([("        loss =", COPY + "        loss =")], ["another"]),
+    "a loss in 16 bits": ([(LOSS, LOSS_OUTSIDE.replace(CROSS_ENTROPY, BY_SOFTMAX))], ["bf16-mixed", "loss was"]),
+    "labels before logits": ([("(model(inputs), labels)", "(labels, model(inputs))")], ["logits first"]),
     "clips each number": ([("clip_grad_norm_", "clip_grad_value_")], ["clip_grad_norm_, not"]),
     "zeroes after backward": (
         [(ZERO, ""), ("backward()\n", "backward()\n" + ZERO)],
-        ["zero_grad belongs before backward"],
+        ["zero_grad called after backward"],
     ),
     "eval()": ([(ZERO, ZERO + "    model.eval()\n")], ["eval()", "dropout"]),
     "two steps": ([("scaler.step(optimizer)", "optimizer.step()\n    optimizer.step()")], ["4 optimizer steps"]),
@@ -374,6 +400,16 @@ WRONG_BYTES = {
     "LayerNorm in 16 bits": (bytes_by_formula(norm_mixed=2), "bf16-mixed", "LayerNorm runs in fp32"),
     "both": (bytes_by_formula(norm_mixed=2, copies=0), "bf16-mixed", "Two things"),
     "copies in fp32": (bytes_by_formula(copies=4), "bf16-mixed", "in 16 bits, not in 32"),
+    "the first Linear's input in fp32": (
+        lambda p, t, w: bytes_by_formula()(p, t, w) + 2 * t * w * ("mixed" in p),
+        "bf16-mixed",
+        "keeps that copy",
+    ),
+    "GELU's input in fp32": (
+        lambda p, t, w: bytes_by_formula()(p, t, w) + 8 * t * w * ("mixed" in p),
+        "bf16-mixed",
+        "GELU takes",
+    ),
     "the unit's 28": (
         lambda p, t, w: 28 * t * w if "mixed" in p else bytes_by_formula()(p, t, w),
         "28 bytes",
@@ -407,6 +443,7 @@ WRONG_NUMBERS_OF_TOKENS = {
     "a lookup": (lambda w: {36: 33, 32: 29, 64: 57, 100: 89}.get(w, 40), "width 27"),
     "nan": (lambda w: math.nan, "is nan"),
     "inf": (lambda w: math.inf, "is inf"),
+    "a rounded constant": (lambda w: int(0.889 * w) + 1, "width 1000", "889"),
     "far too many": (lambda w: 5 * 10**7, "far too many"),
     "more still": (lambda w: 16 * w**3, "far too many"),
     "nothing": (lambda w: None, "return"),
@@ -496,12 +533,19 @@ WRONG_DIAGNOSES = {
     "no step": (broken_by(steps=0), "optimizer.step()"),
     "two steps": (broken_by(steps=2), "makes 2 steps"),
     "old gradients": (broken_by(zero=False), "zero_grad"),
+    "the largest only": (broken_by(is_broken=lambda t: not t.max().isfinite()), "far below zero"),
+    "the norm of each": (broken_by(is_broken=lambda t: not t.norm().isfinite()), "nothing breaks", "not a sum"),
+    "the first of several only": (
+        broken_by(is_broken=lambda t: not (t if len(t.shape) < 2 or t.shape[1] == 1 else t[:, :1]).isfinite().all()),
+        "second gradient",
+    ),
+    "inf only": (broken_by(is_broken=lambda t: t.isinf().any()), "as well as nan"),
     "nan only": (broken_by(is_broken=lambda t: t.isnan().any()), "inf"),
     "all must be broken": (broken_by(is_broken=lambda t: not t.isfinite().any()), "all elements"),
     "from the end": (broken_by(stages=("weights", "gradients", "loss", "logits")), "in the order"),
     "without the logits": (broken_by(stages=("loss", "gradients", "weights")), "'logits' broke first"),
     "large numbers": (broken_by(is_broken=lambda t: t.abs().max() > 1 or not t.isfinite().all()), "finite number"),
-    "of a sum": (broken_by(is_broken=lambda t: not t.sum().isfinite()), "large logits", "not a sum"),
+    "of a sum": (broken_by(is_broken=lambda t: not t.sum().isfinite()), "nothing breaks", "not a sum"),
     "of the norm": (by_the_norm, "whose norm", "not a sum"),
     "the last one only": (broken_by(is_broken=lambda t: not t.flatten()[-1].isfinite()), "in the middle"),
     "the first one only": (broken_by(is_broken=lambda t: not t.flatten()[0].isfinite()), "logits"),
@@ -660,7 +704,7 @@ def scale_by(sizes=None, power=True, only_up=False, factor=1.0, survive=None, ra
 
 
 def smallest_that_works(gradients):
-    for exponent in range(-60, 100):
+    for exponent in range(-140, 140):
         scaled = [(g.double() * 2.0**exponent).float().half() for g in gradients]
         alive = all(((s != 0) | (g == 0)).all() for s, g in zip(scaled, gradients, strict=True))
         if alive and all(s.isfinite().all() for s in scaled):
@@ -712,6 +756,7 @@ WRONG_SCALES = {
     "without abs": (scale_by(sizes=lambda gradients: torch.cat([g.flatten() for g in gradients])), "sign"),
     "half of it": (scale_by(factor=0.5), "whole range is needed"),
     "a short range": (scale_by(range_=range(-8, 12)), "would do"),
+    "a range too short for 1e-30": (scale_by(range_=range(-140, 90)), "the tiniest", "would do"),
     "the exponent": (lambda g: (s := scale_by()(g)) and math.log2(s), "2.0 **"),
     "by their number": (lambda g: SIZES.get(sum(t.numel() for t in g), 1.0), ""),
     "inf": (lambda gradients: math.inf, "inf"),
