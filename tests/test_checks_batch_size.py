@@ -128,6 +128,17 @@ def with_zeros(training):
     return lambda: (put_all_back(), training.optimizer.zero_grad(set_to_none=False))
 
 
+def replacing(training):
+    """Puts copies in the place of the model, the optimizer and the scheduler."""
+    kept, drawn = copy.deepcopy(training), torch.get_rng_state()
+
+    def put_back():
+        vars(training).update(vars(copy.deepcopy(kept)))
+        torch.set_rng_state(drawn)
+
+    return put_back
+
+
 @pytest.mark.parametrize("answer", [memory(), in_place, through_text, with_zeros])
 def test_remember_accepts_other_right_answers(verdict, answer):
     assert verdict("remember", answer) == "correct"
@@ -152,7 +163,9 @@ def test_remember_with_copies_for_two_calls_only(verdict):
         (memory(back=same), "put back a second time"),
         (memory(rng=False), "in its random state"),
         (memory(zero=False), "in its gradients"),
+        (replacing, "is another object"),
         (lambda training: None, "Return a function"),
+        (lambda training: copy.deepcopy(training), "an object of type Training"),
         (lambda training: checks.step(training) or same, "remember itself changes the weights"),
     ],
 )  # fmt: skip
@@ -351,6 +364,8 @@ def from_above(device, largest):
         (finder(catch=(checks.OutOfMemory, LookupError)), ("KeyError", "Catch checks.OutOfMemory alone")),
         (on_another_training, ("another training",)),
         (by_tenths, ("trials", "are allowed")),
+        (finder(margin=0.7), ("Take what needs 90% or less",)),
+        (finder(eighth=10**6), ("until it is at most an eighth",)),
         (from_above, ("Look between the largest size that ran",)),
         (lambda device, largest: math.nan, ("nan",)),
         (lambda device, largest: None, ("but a batch of 1 runs",)),
@@ -545,6 +560,10 @@ def base_first(update, *setup):
     return setup[0] if update == 0 else shaped(float)(update, *setup)
 
 
+def never_below(update, base_rate, *setup):
+    return max(base_rate, rate()(update, base_rate, *setup))
+
+
 def with_tensors(update, base_rate, base_batch, per_device, devices, rule, warmup):
     k = torch.tensor(per_device * devices / base_batch, dtype=torch.float64)
     full = base_rate * k ** (1.0 if rule == "linear" else 0.5)
@@ -576,6 +595,7 @@ def test_a_raise_left_in_one_branch_is_told(verdict):
         (rate(inverse=True), "global batch / base batch"),
         (unclamped, "min(1, update / warmup)"),
         (base_first, "Without a warm-up"),
+        (never_below, "smaller than the recipe's"),
         (shaped(lambda s: (1 - math.cos(math.pi * s)) / 2), "in a straight line"),
         (shaped(lambda s: s * s * (3 - 2 * s)), "in a straight line"),
         (shaped(lambda s: math.floor(2 * s) / 2), "in a straight line"),
@@ -612,6 +632,7 @@ def mutated():
         ({**RIGHT, "A": (1024, 1024, "busy")}, "How long does one step take"),
         ({**RIGHT, "A": (1024, 1024)}, "3 things"),
         ({**RIGHT, "A": (math.nan, 1024, "overhead")}, "nan"),
+        ({**RIGHT, "A": (1024, 1024, "Overhead")}, "write one of 'overhead'"),
         ({"A": RIGHT["A"]}, "the keys A, B and C"),
         (None, "Return a dict"),
     ],

@@ -1,6 +1,8 @@
 """The checks of exercise 6 accept the solution and other right answers, see a stub, and explain planted mistakes."""
 
+import contextlib
 import copy
+import functools
 import itertools
 import math
 
@@ -289,7 +291,7 @@ def means_of_nothing(model, optimizer, micro_batches, accumulate_steps):
         (in_groups(in_place), "wrong gradient"),
         (in_groups(padded_together), "alive at the same time"),
         (in_groups(the_first_only), "Only the first"),
-        (on_a_copy, "the model that you are given"),
+        (on_a_copy, "train another model"),
         (means_of_nothing, "makes no step"),
         (by_hand_without_skipping, "leave out a group"),
         (masked_without_skipping, "makes no step"),
@@ -488,6 +490,139 @@ def test_run_blocks_accepts_a_lambda_in_between(verdict):
     assert verdict("run_blocks", run_blocks) == "correct"
 
 
+def test_run_blocks_accepts_the_old_variant_with_an_input_that_needs_a_gradient(verdict):
+    def run_blocks(blocks, x, chosen):
+        flag = torch.ones(1, requires_grad=True)
+        for i, block in enumerate(blocks):
+            again = i in chosen
+            x = checkpoint(lambda h, _, b=block: b(h), x, flag, use_reentrant=True) if again else block(x)
+        return x
+
+    assert verdict("run_blocks", run_blocks) == "correct"
+
+
+def hidden_by(hooks):
+    """Keeps everything, where the counter's hooks do not see it."""
+
+    def run_blocks(blocks, x, chosen):
+        for i, block in enumerate(blocks):
+            with hooks() if i in chosen else contextlib.nullcontext():
+                x = block(x)
+        return x
+
+    return run_blocks
+
+
+def patched(blocks, x, chosen):
+    for i, block in enumerate(blocks):
+        if i in chosen:
+            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+    return blocks(x)
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (hidden_by(torch.autograd.graph.save_on_cpu), "do not run again"),
+        (hidden_by(lambda: torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda t: t)), "do not run again"),
+        (patched, "forward"),
+    ],
+)
+def test_run_blocks_rejects_what_only_looks_like_checkpoints(rejects, answer, words):
+    rejects("run_blocks", answer, words)
+
+
+def groups_of(micro_batches, accumulate_steps):
+    for i in range(0, len(micro_batches), accumulate_steps):
+        group = micro_batches[i : i + accumulate_steps]
+        yield group, sum(int((targets != -100).sum()) for _, targets in group)
+
+
+def stops_at_an_empty_group(model, optimizer, micro_batches, accumulate_steps):
+    steps = 0
+    for group, total in groups_of(micro_batches, accumulate_steps):
+        if not total:
+            break
+        optimizer.zero_grad()
+        for batch in group:
+            (summed(model, *batch) / total).backward()
+        optimizer.step()
+        steps += 1
+    return steps
+
+
+def skips_the_step_too(model, optimizer, micro_batches, accumulate_steps):
+    optimizer.zero_grad()
+    steps = total = 0
+    for i, (tokens, targets) in enumerate(micro_batches):
+        count = int((targets != -100).sum())
+        if not count:
+            continue
+        total += count
+        summed(model, tokens, targets).backward()
+        if (i + 1) % accumulate_steps == 0 or i + 1 == len(micro_batches):
+            for parameter in model.parameters():
+                parameter.grad /= total
+            optimizer.step()
+            optimizer.zero_grad()
+            steps, total = steps + 1, 0
+    return steps
+
+
+def zeroes_before_the_step(model, optimizer, micro_batches, accumulate_steps):
+    steps = 0
+    for group, total in groups_of(micro_batches, accumulate_steps):
+        for batch in group:
+            (summed(model, *batch) / max(total, 1)).backward()
+        optimizer.zero_grad()
+        optimizer.step()
+        steps += 1
+    return steps
+
+
+def undoes_its_work(model, optimizer, micro_batches, accumulate_steps):
+    steps, before = 0, copy.deepcopy(model.state_dict())
+    for group, total in groups_of(micro_batches, accumulate_steps):
+        optimizer.zero_grad()
+        for batch in group if total else ():
+            (summed(model, *batch) / total).backward()
+        if total:
+            optimizer.step()
+            steps += 1
+    model.load_state_dict(before)
+    return steps
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (stops_at_an_empty_group, "optimizer steps, and 2 are due"),
+        (skips_the_step_too, "counts as a member"),
+        (zeroes_before_the_step, "zero_grad come between"),
+        (undoes_its_work, "weights at the end"),
+    ],
+)
+def test_train_epoch_names_the_fault(rejects, answer, words):
+    rejects("train_epoch", answer, words)
+
+
+def fewest_blocks_first(costs, budget):
+    blocks = range(len(costs.kept))
+    for size in range(len(blocks) + 1):
+        fitting = [
+            chosen
+            for chosen in itertools.combinations(blocks, size)
+            if sum(costs.border[i] if i in chosen else costs.kept[i] for i in blocks) <= budget
+        ]
+        if fitting:
+            return min(fitting, key=lambda chosen: sum(costs.again[i] for i in chosen))
+    return None
+
+
+def test_choose_tells_fewer_blocks_from_fewer_flops(rejects):
+    rejects("choose", fewest_blocks_first, "Fewer blocks are not fewer FLOPs")
+
+
 def test_run_blocks_accepts_an_input_by_name(verdict):
     def run_blocks(blocks, x, chosen):
         for i, block in enumerate(blocks):
@@ -561,9 +696,9 @@ def test_run_blocks_accepts_a_graph_of_its_own(verdict):
         (lambda blocks, x, chosen: blocks(x), "not checkpointed"),
         (lambda blocks, x, chosen: under(use_reentrant=False)(blocks, x, range(4)), "no others"),
         (one_segment, "one by one"),
-        (some(range), "should be"),
-        (some(lambda count: range(4 - count, 4)), "should be"),
-        (some(lambda count: {1, 2} if count == 2 else range(4 - count, 4)), "should be"),
+        (some(range), "[3] are not checkpointed"),
+        (some(lambda count: range(4 - count, 4)), "[1] are not"),
+        (some(lambda count: {1, 2} if count == 2 else range(4 - count, 4)), "[3] are not"),
         (not_chained, "the output of the one before"),
         (lambda blocks, x, chosen: None, "must return the output"),
         (without_dropout, "changes its inputs"),

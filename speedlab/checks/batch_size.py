@@ -172,9 +172,10 @@ def remember(answer: Callable[[Training], Callable[[], None]]) -> None:
         torch.manual_seed(steps)
         made = training(steps)
         made.model[1].train(not frozen)
-        before = state(made)
+        before, parts = state(made), dict(vars(made))
         put_back = answer(made)
-        expect(callable(put_back), f"Return a function that puts everything back; you return {put_back!r}.")
+        expect(callable(put_back), "Return a function that puts everything back; "
+               f"you return an object of type {type(put_back).__name__}.")  # fmt: skip
         part = changed(before, made)
         expect(part is None, f"remember itself changes the {part}. It should only copy.")
         wanted = _trained_on(made)
@@ -184,6 +185,9 @@ def remember(answer: Callable[[Training], Callable[[], None]]) -> None:
             part = changed(before, made)
             expect(part is None, f"With {steps} steps behind it and some more since, the training "
                    f"differs from before{time} in its {part}. {_PARTS.get(part)}")  # fmt: skip
+            new = next((name for name, part in parts.items() if getattr(made, name) is not part), None)
+            expect(new is None, f"After put_back, the {new} is another object. A loop that holds the old one goes on "
+                   "with that: load into the one that was there.")  # fmt: skip
             own = {id(p) for group in made.optimizer.param_groups for p in group["params"]}
             expect(own == set(map(id, made.model.parameters())), "After put_back, the optimizer steps other tensors "
                    "than those of the model. Write into the model's own: load without `assign=True`.")  # fmt: skip
@@ -274,7 +278,11 @@ def _expect_trials(found: int | None, device: Device, largest: int) -> None:
     tried, allowed = device.tried, int(math.log2(largest)) + 5
     expect(max(tried, default=0) <= largest, f"you try {max(tried, default=0)}; the largest is {largest}.")
     twice = next((size for size in tried if tried.count(size) > 1), None)
-    why = f"You try {twice} more than once." if twice else "Double the size, then halve the gap."
+    why = (
+        f"You try {twice} more than once."
+        if twice
+        else ("Double the size, then halve the gap, until it is at most an eighth of the largest that ran, or 1.")
+    )
     expect(len(tried) <= allowed, f"you make {len(tried)} trials; {allowed} are allowed. {why}")
 
 
@@ -292,10 +300,12 @@ def _expect_good(found: int, device: Device, case: "Case") -> None:
     best = max(fits.values(), key=lambda trial: trial.throughput)
     gain = best.throughput / rate - 1
     refused = [size for size in tried if size not in fits]
+    # a search that goes on below the best size has taken it for too large
+    margin = refused or any(size < best.batch_size for size in tried[tried.index(best.batch_size) + 1 :])
     if gain > 0.05 and best.batch_size > found:
         fail(
             f"you return {found}, but {best.batch_size} ran with {best.memory:.1%} of the memory and {gain:.1%} more "
-            "samples per second. " + ("Take what needs 90% or less. " if refused else "")
+            "samples per second. " + ("Take what needs 90% or less. " if margin else "")
             + "Go on while doubling gains 5% or more, and keep the best trial."
         )  # fmt: skip
     expect(gain <= 0.05, f"you return {found} with {rate:.0f} samples per second, but {best.batch_size} ran with "
@@ -349,7 +359,7 @@ def _expect_to_pass(
                "Put it back in a `finally`.")  # fmt: skip
         return
     fail(f"A loader that fails ({type(error).__name__}: {error}) is not out of memory, and you swallow its error. "
-         "Catch checks.OutOfMemory alone.")  # fmt: skip
+         "Catch checks.OutOfMemory alone, and do not return in a `finally`.")  # fmt: skip
 
 
 # --- Task 3 ---------------------------------------------------------------------------------------------------------
@@ -394,7 +404,8 @@ def _why_rate(got: float, update: int, warmup: int, base_rate, base_batch, per_d
         + share * (alone - first),
         f"That is the {RULES[1 - RULES.index(rule)]} rule.": first + share * (other - first),
         "After the warm-up the rate stays at the full rate: min(1, update / warmup).": first + risen * (full - first),
-        "Without a warm-up, update 0 already has the full rate.": first if not warmup else math.nan,
+        "This batch is smaller than the recipe's, so its full rate is below the base rate.": full < first == got,
+        "Without a warm-up, the rate is the full rate from update 0 on.": first if not warmup else math.nan,
     }
     line = "The rate rises in a straight line from the base rate at update 0 to the full rate at update `warmup`."
     k = "Take k = global batch / base batch; the rate is k times, or the root of k times, the base rate."
@@ -431,5 +442,6 @@ def read_curves(answer: Callable[[], dict[str, tuple[int, int, str]]]) -> None:
                 "and one of the sizes is asked for")  # fmt: skip
             expect(first == min(seconds, key=seconds.get), f"{first} is not the first at the target. "
                    f"Time = updates × samples per update / samples per second, {there}.")  # fmt: skip
+            expect(cause in CAUSES, f"write one of {', '.join(map(repr, CAUSES))}, not {cause!r}.")
             expect(cause == _CAUSE[name], f"{cause!r} is not its cause. How long does one step take, "
                    "samples / (samples per second), at 8, at 128 and at 1024?")  # fmt: skip

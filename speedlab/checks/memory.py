@@ -4,6 +4,7 @@ import copy
 import functools
 import itertools
 import math
+import operator
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -108,8 +109,13 @@ def train_epoch(answer: Callable[[nn.Module, torch.optim.Optimizer, list[MicroBa
         groups = [group for group in cut if _targets(group)]
         with where(f"With {len(micro_batches)} micro-batches by {accumulate_steps}"):
             start, run = _recorded(answer, micro_batches, accumulate_steps)
-            _examine_steps(run.steps, groups, start)
-            alone, own = (_recorded(loop, micro_batches, 1)[1].kept for loop in (_one_by_one, answer))
+            _examine_steps(run.steps, groups, cut, start)
+            ended = nn.utils.parameters_to_vector(start.parameters())
+            expect(_same(run.trained, ended), "the weights at the end are not those that the steps have made.")
+            alone, single = (_recorded(loop, micro_batches, 1)[1] for loop in (_one_by_one, answer))
+            # one that stops too early by ones has not met the largest micro-batch
+            whole_way = len(single.steps) == sum(_targets([batch]) > 0 for batch in micro_batches)
+            alone, own = alone.kept, single.kept if whole_way else math.inf
             expect(
                 run.kept <= min(4 * alone, 1.5 * own),
                 "the graphs of several micro-batches are alive at the same time, so nothing is saved: "
@@ -127,6 +133,7 @@ class _Run:
     steps: list[tuple[int, torch.Tensor]]
     kept: int = 0
     returned: object = None
+    trained: torch.Tensor | None = None
 
 
 def _recorded(answer: Callable, micro_batches: list[MicroBatch], accumulate_steps: int) -> tuple[Reader, _Run]:
@@ -161,6 +168,7 @@ def _recorded(answer: Callable, micro_batches: list[MicroBatch], accumulate_step
     optimizer.register_step_post_hook(step)  # after the closure, if there is one
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda box: box()):
         run.returned = answer(model, optimizer, copy.deepcopy(micro_batches), accumulate_steps)
+    run.trained = nn.utils.parameters_to_vector(model.parameters()).detach()
     return start, run
 
 
@@ -173,7 +181,10 @@ def _summed_loss(model: Reader, tokens: torch.Tensor, targets: torch.Tensor) -> 
     return F.cross_entropy(model(tokens).transpose(1, 2), targets, ignore_index=IGNORED, reduction="sum")
 
 
-def _examine_steps(steps: list[tuple[int, torch.Tensor]], groups: list[list[MicroBatch]], model: Reader) -> None:
+def _examine_steps(
+    steps: list[tuple[int, torch.Tensor]], groups: list[list[MicroBatch]], cut: list[list[MicroBatch]], model: Reader
+) -> None:
+    """Compare each step with its group's; `cut` holds the groups without targets too. Trains `model` as is right."""
     expect(steps, "there is no optimizer step at all. Call optimizer.step() once per group.")
     early = steps[0][0] == 1 < max(forwards for forwards, _ in steps)
     expect(not early, "the first optimizer step comes after one micro-batch. Step when i + 1, not i, is a multiple.")
@@ -183,7 +194,9 @@ def _examine_steps(steps: list[tuple[int, torch.Tensor]], groups: list[list[Micr
             "a gradient holds a nan. Sum the losses, divide by the targets of the group, and leave out a group that "
             "has none.",
         )
-    fewer = "What is left at the end needs a step of its own."
+    fewer = "A micro-batch without targets counts as a member of its group, and may be its last."
+    if len(cut[-1]) < len(cut[0]) and _targets(cut[-1]):
+        fewer = "What is left at the end needs a step of its own."
     more = "Step once per group; a group without any target makes no step."
     due = f"there are {len(steps)} optimizer steps, and {len(groups)} are due. "
     expect(len(steps) == len(groups), due + (fewer if len(steps) < len(groups) else more))
@@ -191,6 +204,8 @@ def _examine_steps(steps: list[tuple[int, torch.Tensor]], groups: list[list[Micr
     for number, ((_, gradient), group) in enumerate(zip(steps, groups, strict=True), start=1):
         wanted = _gradient(model, group, [1 / _targets(group)] * len(group))
         if not _same(gradient, wanted):
+            late = number == 1 and cut[0] is group and steps[0][0] > len(group)
+            expect(not late, f"step 1 comes after {steps[0][0]} micro-batches, and its group has {len(group)}.")
             fail(f"step {number} has a wrong gradient. {_why_gradient(gradient, wanted, before, model, group, most)}")
         before = gradient
         vector = nn.utils.parameters_to_vector(model.parameters()).detach()
@@ -207,7 +222,9 @@ def _why_gradient(
     every, padded = _targets(group), sum(targets.numel() for _, targets in group)
     means = "It is a mean of means, in which tokens of short micro-batches weigh more. Sum the losses of the tokens, "
     hints = {
-        "Nothing is new in it: train the model that you are given.": _same(got, before) or not bool(got.any()),
+        "Every number in it is zero, or None: does zero_grad come between backward and the step? Or do you train "
+        "another model than the one that is given?": not bool(got.any()),
+        "Nothing is new in it: train the model that you are given.": _same(got, before),
         "The gradient of before is in it: zero_grad before the first backward, and after each step.": wanted + before,
         means + "and divide by the number of targets in the whole group.": [1 / (size * n) for n in own],
         "It is a mean of means, and this group is smaller than accumulate_steps.": [1 / (most * n) for n in own],
@@ -289,9 +306,10 @@ def _why_kept(
     else:
         hints["The LayerNorm also keeps a mean and a scale for each token, 4 bytes each."] = 10 * border
         hints["The LayerNorm keeps a mean and a scale, so two numbers per token."] = 10 * border + statistics / 2
-    return diagnose(
-        got, hints, "Go through the block: what does each operation need for its derivative, and how wide?"
-    )
+    otherwise = "Go through the block: what does each operation need for its derivative, and how wide?"
+    if checkpointing:
+        otherwise = "With checkpoints each block keeps its input and nothing else, the first block's input too."
+    return diagnose(got, hints, otherwise, same=operator.eq)
 
 
 # --- Task 4 ---------------------------------------------------------------------------------------------------------
@@ -300,13 +318,6 @@ def _why_kept(
 def _run(blocks: Sequence[nn.Module], x: torch.Tensor, chosen: Collection[int], **options) -> torch.Tensor:
     for i, block in enumerate(blocks):
         x = checkpoint(block, x, use_reentrant=False, **options) if i in chosen else block(x)
-    return x
-
-
-def _run_by_name(blocks: Sequence[nn.Module], x: torch.Tensor, chosen: Collection[int]) -> torch.Tensor:
-    """As right: what checkpoint is given by name it keeps too, where no hook of saved tensors sees it."""
-    for i, block in enumerate(blocks):
-        x = checkpoint(block, x=x, use_reentrant=False) if i in chosen else block(x)
     return x
 
 
@@ -322,11 +333,14 @@ def run_blocks(answer: Callable[[nn.Sequential, torch.Tensor, Collection[int]], 
         outcome = functools.partial(_outcome, chosen=chosen, training=training)
         with where(f"With the blocks {list(chosen)} chosen" + ", in eval mode" * (not training)):
             out, wanted = outcome(answer), outcome(_run)
-            expect(out.same_inputs, "your function changes its inputs: the blocks' mode or dropout, x, or its flag.")
+            expect(
+                out.same_inputs,
+                "your function changes its inputs: the blocks' mode, dropout or forward, x, or its flag.",
+            )
             alike = out.value.shape == wanted.value.shape and close(out.value, wanted.value, absolute=1e-5)
             expect(alike, "the output differs from that of the blocks, each run on the output of the one before.")
             lost = [name for name, gradient in out.gradients.items() if gradient is None]
-            old = "Write use_reentrant=False: the old variant loses them where the input needs none. So does no_grad."
+            old = "Write use_reentrant=False: the old variant loses them where the input needs none, as no_grad does."
             cause = old if chosen else "Does a no_grad or a detach cut them off?"
             expect(not lost, f"{len(lost)} of {len(out.gradients)} parameters get no gradient. {cause}")
             if not _same(out.gradients, wanted.gradients):
@@ -337,11 +351,19 @@ def run_blocks(answer: Callable[[nn.Sequential, torch.Tensor, Collection[int]], 
                 }
                 found = {hint: outcome(fault).gradients for hint, fault in hints.items()}
                 fail(f"the gradients are wrong. {diagnose(out.gradients, found, 'Compare with blocks(x).', _same)}")
-            # blocks of different width tell which of them are checkpointed
-            kept, *right = (outcome(run, wides=(4, 3, 2, 1)).kept for run in (answer, _run, _run_by_name))
-            fewer = "checkpoint these one by one, and no others"
-            which = fewer if kept < right[0] else "some are not checkpointed"
-            expect(kept in right, f"{kept} bytes are kept, and {right[0]} should be: {which}.")
+            again, due = out.order[4:], sorted(chosen, reverse=True)
+            missing, extra = ([i for i in a if i not in b] for a, b in ((due, again), (again, due)))
+            expect(not missing, f"the blocks {missing} are not checkpointed: in backward they do not run again.")
+            expect(not extra, f"the blocks {extra} are checkpointed: checkpoint the chosen, and no others.")
+            expect(
+                again == due, f"in backward the blocks run again as {again}: checkpoint these one by one, once each."
+            )
+            # an input that is given by name, checkpoint keeps where no hook of saved tensors sees it
+            expect(
+                out.kept <= wanted.kept + 64,
+                f"{out.kept} bytes are kept, and {wanted.kept} should be: the chosen blocks run again, and yet "
+                "something of them is kept.",
+            )
 
 
 @dataclass(frozen=True)
@@ -350,14 +372,17 @@ class _Outcome:
     gradients: dict[str, torch.Tensor | None]
     kept: int
     same_inputs: bool
+    order: list[int]  # the blocks that ran, one after the other
 
 
-def _outcome(run: Callable, chosen: Collection[int], training: bool, wides: Sequence[int] = (4, 4, 4, 4)) -> _Outcome:
+def _outcome(run: Callable, chosen: Collection[int], training: bool) -> _Outcome:
     """What a run gives on blocks and an input of its own, which are the same every time."""
     torch.manual_seed(0)
-    blocks = nn.Sequential(*(Block(16, wide, dropout=0.3) for wide in wides)).train(training)
+    blocks = nn.Sequential(*(Block(16, dropout=0.3) for _ in range(4))).train(training)
     x = torch.randn(5, 16)  # as images: the input itself needs no gradient
-    before, made = (copy.deepcopy(blocks), x.clone()), []
+    before, made, order = (copy.deepcopy(blocks), x.clone()), [], []
+    for i, block in enumerate(blocks):
+        block.first.register_forward_hook(lambda *_, i=i: order.append(i))
     torch.manual_seed(1)
     kept = count.saved_bytes(lambda: made.append(run(blocks, x, set(chosen))), blocks).bytes
     value = made[0]
@@ -365,9 +390,10 @@ def _outcome(run: Callable, chosen: Collection[int], training: bool, wides: Sequ
     same = not x.requires_grad and distance(x, before[1]) == distance(blocks, before[0]) == 0
     pairs = zip(blocks.modules(), before[0].modules(), strict=True)
     same &= all(a.training == b.training and getattr(a, "p", 0) == getattr(b, "p", 0) for a, b in pairs)
+    same &= not any("forward" in vars(module) for module in blocks.modules())
     if value.requires_grad:
         value.square().sum().backward()
-    return _Outcome(value, {name: p.grad for name, p in blocks.named_parameters()}, kept, same)
+    return _Outcome(value, {name: p.grad for name, p in blocks.named_parameters()}, kept, same, order)
 
 
 # --- Task 5 ---------------------------------------------------------------------------------------------------------
@@ -442,12 +468,13 @@ def _examine_choice(answer: Callable, found: Costs, budget: int) -> None:
             f"your choice {sorted(chosen)} keeps {kept} bytes. A checkpointed block still keeps its border, and all "
             "other blocks keep everything.",
         )
-        least = _fewest(found, budget)
+        least, fewest_blocks = _fewest(found, budget)
         if extra > least:
             spare = next((i for i in sorted(chosen) if _total(found, chosen - {i}) <= budget), None)
             hints = {
                 "You checkpoint every block; the budget does not ask for all of them.": len(chosen) == blocks,
                 f"Block {spare} need not be checkpointed at all.": spare is not None,
+                "Fewer blocks are not fewer FLOPs: go on through the larger sets.": len(chosen) < fewest_blocks,
             }
             tried = (
                 "Taking the best-looking block first is not enough; with so few blocks you can try every set of them."
@@ -464,7 +491,7 @@ def _subsets(number: int) -> Iterator[tuple[int, ...]]:
     return itertools.chain.from_iterable(itertools.combinations(range(number), size) for size in range(number + 1))
 
 
-def _fewest(found: Costs, budget: int) -> int:
-    """The fewest extra FLOPs with which the blocks keep at most `budget` bytes."""
+def _fewest(found: Costs, budget: int) -> tuple[int, int]:
+    """The fewest extra FLOPs with which the blocks keep at most `budget` bytes, and the number of checkpoints."""
     fitting = [chosen for chosen in _subsets(len(found.kept)) if _total(found, chosen) <= budget]
-    return min(sum(found.again[i] for i in chosen) for chosen in fitting)
+    return min((sum(found.again[i] for i in chosen), len(chosen)) for chosen in fitting)
