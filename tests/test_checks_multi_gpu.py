@@ -162,6 +162,26 @@ GATHERED = """    for p in model.parameters():
         dist.all_gather(parts, p.grad)
         p.grad.copy_(sum(parts) / world_size)
 """
+# each micro-batch's gradient is exchanged at once, and takes the place of the rank's own
+OBJECTS = """
+            parts = [None] * world_size
+            dist.all_gather_object(parts, [p.grad - getattr(p, "kept", 0) for p in model.parameters()])
+            for p, mine in zip(model.parameters(), zip(*parts)):
+                p.kept = getattr(p, "kept", 0) + sum(mine) / world_size
+                p.grad.copy_(p.kept)
+            if (micro + 1) % accumulate_steps == 0:
+                for p in model.parameters():
+                    p.kept = 0"""
+TOLD = OBJECTS.replace(
+    """            dist.all_gather_object(parts, [p.grad - getattr(p, "kept", 0) for p in model.parameters()])
+""",
+    """            own = [p.grad - getattr(p, "kept", 0) for p in model.parameters()]
+            for source in range(world_size):
+                parts[source] = [gradient.clone() for gradient in own]
+                for gradient in parts[source]:
+                    dist.broadcast(gradient, source)
+""",
+)
 WIDER = """    for p in model.parameters():
         wide = p.grad.double()
         dist.all_reduce(wide)
@@ -306,6 +326,14 @@ TRAIN_MISTAKES = {
         "bytes of gradients",
         "by hand, all_reduce each gradient once",
     ),
+    "as objects, in every micro-batch": (
+        [MANUAL, (AVERAGE, "    pass\n"), (BACKWARD, BACKWARD + OBJECTS)],
+        "bytes of gradients",
+    ),
+    "told to all, in every micro-batch": (
+        [MANUAL, (AVERAGE, "    pass\n"), (BACKWARD, BACKWARD + TOLD)],
+        "are broadcast",
+    ),
     "in fp64 by hand": ([MANUAL, (AVERAGE, WIDER)], "bytes of gradients", "once a step, as it is"),
     "always silent": ([(WITH, "with model.no_sync():")], "outside no_sync()"),
     "half the bits": (
@@ -354,6 +382,13 @@ COUNT, SHARES = "    dist.all_reduce(right)  # 4\n", "right.item() / len(held_ou
 SAVE = "    if rank == 0:\n        save(model.module)  # 5\n"
 INPUTS = "    inputs, labels = held_out.inputs[rank::world_size], held_out.labels[rank::world_size]\n"
 LOSS = "            loss = F.cross_entropy(model(inputs), labels)\n"
+LOOK = "            with torch.no_grad():\n                model.module(inputs)\n"
+DEALT = """    mine = list(DistributedSampler(held_out, shuffle=False))
+    inputs, labels = held_out.inputs[mine], held_out.labels[mine]
+"""
+PIECE = """    piece = slice(len(held_out) // world_size * rank, len(held_out) // world_size * (rank + 1))
+    inputs, labels = held_out.inputs[piece], held_out.labels[piece]
+"""
 MEND = {
     "as it stands": ([], []),
     "another order for each epoch": ([(EPOCH, "sampler.set_epoch(epoch + 1)")], []),
@@ -420,11 +455,16 @@ MEND = {
     "a barrier for all": ([], [(SAVE, SAVE + "    dist.barrier()\n")]),
     "not rank": ([], [("if rank == 0:", "if not rank:")]),
     "saved first": ([], [(SAVE, ""), (INPUTS, SAVE + INPUTS)]),
+    "another rank saves": ([], [("rank == 0", "rank == 1")]),
+    "the loss again, without a gradient": ([(LOSS, LOSS + LOOK)], []),
     "a copy is saved": ([], [("save(model.module)", "import copy\n        save(copy.deepcopy(model.module))")]),
 }
 MEND_MISTAKES = {
     "order": ([(EPOCH, "pass")], [], "set_epoch"),
     "rate": ([(RATE, "lr=lr")], [], "linear rule", "grows"),
+    "the second epoch again": ([(EPOCH, "sampler.set_epoch(epoch > 0)")], [], "set_epoch(epoch)"),
+    "rows twice": ([], [(INPUTS, DEALT), (SHARES, "right.item() / len(labels) / world_size")], "repeats rows"),
+    "rows left out": ([], [(INPUTS, PIECE)], "left out"),
     "rate divided": ([(RATE, "lr=lr / world_size")], [], "multiplied"),
     "rate by the root": ([(RATE, "lr=lr * world_size**0.5")], [], "not those that the larger batch"),
     "a fixed number of ranks": ([(RATE, "lr=lr * 2")], [], "the weights"),
@@ -470,7 +510,6 @@ MEND_MISTAKES = {
     "everybody saves": ([], [("if rank == 0:", "if True:")], "save 1, 1, 1 times"),
     "nobody saves": ([], [(SAVE, "")], "save 0, 0, 0 times"),
     "twice": ([], [(SAVE, SAVE + SAVE)], "save 2, 0, 0 times"),
-    "the wrong rank": ([], [("rank == 0", "rank == 1")], "save 0, 1, 0 times"),
     "nothing is saved": ([], [("save(model.module)", "save(None)")], "model.module"),
     "the wrapper is saved": ([], [("save(model.module)", "save(model)")], "`module.`"),
     "a dict is saved": ([], [("save(model.module)", "save(model.module.state_dict())")], "OrderedDict"),
@@ -554,6 +593,7 @@ def save(folder, model, optimizer, step):
     folder.mkdir(exist_ok=True)
     weights, moments = ([t.to_local() for t in ts] for ts in (model.parameters(), parts(optimizer)))
     state = {"weights": weights, "moments": moments, "rate": optimizer.param_groups[0]["lr"], "step": step}
+    state["count"] = next(iter(optimizer.state.values()))["step"]
     torch.save(state, folder / f"{dist.get_rank()}.pt")
 
 
@@ -568,7 +608,7 @@ def resume(folder, model, optimizer):
         for tensor, part in zip(tensors, saved, strict=True):
             getattr(tensor, "to_local", lambda tensor=tensor: tensor)().data.copy_(part)
     for entry in optimizer.state.values():
-        entry["step"].fill_(state["step"])
+        entry["step"].fill_(state["count"])
     optimizer.param_groups[0]["lr"] = state["rate"]
     return state["step"]
 """
@@ -647,17 +687,27 @@ CHECKPOINT_MISTAKES = {
         "moments of AdamW",
     ),
     "no rate": ([], [(SET, "")], "learning rate"),
+    "everything is told to all": (
+        [],
+        [(LOAD, LOAD + "\n    dist.broadcast_object_list([torch.zeros(10**5)])")],
+        "To load, this rank sends",
+    ),
     "no weights": (
         [('"model": weights, ', "")],
         [('"model": weights, ', ""), ('model_state_dict=state["model"]', "model_state_dict=weights")],
         "weights are not those",
     ),
     "nothing is read": ([], [(LOAD, "pass")], "resume returns step 0"),
-    "a fixed step": ([], [(DONE, "return 3")], "From a checkpoint of step 5"),
+    "a fixed step": ([], [(DONE, "return 103")], "From a checkpoint of step 105"),
+    "AdamW's own count": (
+        [],
+        [(DONE, "return int(next(iter(optimizer.state.values()))['step'])")],
+        "resume returns step 3",
+    ),
     "no step": ([], [(DONE, "pass")], "None"),
     "read into copies": (
         [],
-        [(LOAD, "import copy\n    dcp.load(copy.deepcopy(state), checkpoint_id=folder)"), (DONE, "return 3")],
+        [(LOAD, "import copy\n    dcp.load(copy.deepcopy(state), checkpoint_id=folder)"), (DONE, "return 103")],
         "weights are not those",
     ),
     "written twice": ([('"step":', '"again": weights, "and again": moments, "step":')], [], "written twice"),
@@ -669,7 +719,7 @@ CHECKPOINT_MISTAKES = {
     ),
     "nan as the step": ([], [(DONE, "return float('nan')")], "nan"),
     "a table of steps": ([], [(DONE, "return {3: 3}.get(state['step'].item())")], "None"),
-    "the step one further": ([], [(DONE, DONE + " + 1")], "resume returns step 4"),
+    "the step one further": ([], [(DONE, DONE + " + 1")], "resume returns step 104"),
     "the moments of nobody": ([], [(SET, SET + "    optimizer.state.clear()\n")], "moments of AdamW"),
     "weights that are not a number": (
         [],

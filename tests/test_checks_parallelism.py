@@ -404,7 +404,7 @@ COUNTS = {
     "whole numbers": lambda p, limit: max(1, -(-(p - 1) * (10_000 - round(limit * 1e4)) // round(limit * 1e4))),
     "rounded first": lambda p, limit: max(1, math.ceil(round((p - 1) * (1 - limit) / limit, 9))),
     "all slots, less p - 1": lambda p, limit: max(1, math.ceil(round((p - 1) / limit, 6)) - (p - 1)),
-    "an arange": lambda p, limit: int(np.argmax((p - 1) / (np.arange(1, 999) + p - 1) <= limit + 1e-12)) + 1,
+    "an arange": lambda p, limit: int(np.argmax((p - 1) / (np.arange(1, 9999) + p - 1) <= limit + 1e-12)) + 1,
     "one after the other": stepped,
     "with a margin": ceiling,
     "a fraction": lambda p, limit: max(1, math.ceil((p - 1) / Fraction(str(limit)) - (p - 1))),
@@ -418,6 +418,14 @@ WRONG_COUNTS = {
     "ceil of (p-1)(1/l-1)": (lambda p, limit: max(1, math.ceil((p - 1) * (1 / limit - 1))), "a hair above"),
     "ceil of (p-1-(p-1)l)/l": (lambda p, limit: max(1, math.ceil((p - 1 - (p - 1) * limit) / limit)), "a hair above"),
     "rounded": (lambda p, limit: max(1, round((p - 1) * (1 - limit) / limit)), "For 3 stages", "too few"),
+    "none where all may wait": (
+        lambda p, limit: math.ceil((p - 1) * (1 - Fraction(str(limit))) / Fraction(str(limit))) if p > 1 else 1,
+        "1",
+    ),
+    "a search to 400": (
+        lambda p, limit: next((m for m in range(1, 400) if (p - 1) / (m + p - 1) <= limit + 1e-12), 400),
+        "too few",
+    ),
     "rounded down": (lambda p, limit: max(1, math.floor((p - 1) * (1 - limit) / limit + 1e-9)), "too few"),
     "a fixed margin": (lambda p, limit: max(1, int((p - 1) * (1 - limit) / limit + 0.999)), "too few"),
     "rounded down, plus one": (lambda p, limit: math.floor((p - 1) * (1 - limit) / limit + 1e-9) + 1, "more than"),
@@ -536,6 +544,21 @@ TWO_PASSES = COLLECT.replace(
     return sum((t - top).exp() @ value for t, value in zip(tables, values)) / total
 """,
 )
+HOARDED = """
+def ring_attention(q, k, v, rank, world_size, send, receive):
+    keys, values = [k.clone()], [v.clone()]
+    for step in range(world_size - 1):
+        send(keys[-1], (rank + 1) % world_size)
+        send(values[-1], (rank + 1) % world_size)
+        keys.append(receive(k, (rank - 1) % world_size).clone())
+        values.append(receive(v, (rank - 1) % world_size).clone())
+    tables = [q @ key.T / q.shape[1] ** 0.5 for key in keys]
+    top = tables[0].amax(1, keepdim=True)
+    for table in tables:
+        top = torch.maximum(top, table.amax(1, keepdim=True))
+    total = sum((t - top).exp().sum(1, keepdim=True) for t in tables)
+    return sum((t - top).exp() @ value for t, value in zip(tables, values)) / total
+"""
 KEEP_OUT, KEEP_TOTAL = "out * keep + weights @ v", "total * keep + weights.sum"
 LAST = "        if step < world_size - 1:\n"
 SENT_V = "            send(v, (rank + 1) % world_size)\n"
@@ -558,6 +581,7 @@ WRONG_ATTENTIONS = {
     "scaled by the width": ([ATTENTION, (" ** 0.5", "")], "Compare it with softmax"),
     "a mean of softmaxes": ([ATTENTION, (KEEP_OUT, "out + scores.softmax(-1) @ v"), 
                              ("out / total", "out / world_size")], "mean of a softmax"),
+    "copies of all blocks": ([HOARDED], "bytes of tensors at once", "keep no copies"),
     "collected and joined": ([COLLECT], "makes a tensor of", "join no blocks"),
     "collected in lists": ([TWO_PASSES], "holds", "let go"),
     "one round too many": ([ATTENTION, (LAST, "        if world_size > 1:\n")], "are enough", "nobody waits"),

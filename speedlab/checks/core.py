@@ -542,7 +542,7 @@ def on_ranks(work: Callable, ranks: int, *answers: Callable, seconds: float = 60
 
 def _cause(wrong: Mapping[int, str], ranks: int) -> str:
     """Of what ranks say, the cause: one that waited in vain speaks of the network, the one that failed does not."""
-    in_vain, endless = re.compile("gloo|imed out|onnection"), "had not ended"
+    in_vain, endless = re.compile("gloo|imed out|timeout|onnection|pair closure"), "had not ended"
     rank, hint = min(wrong.items(), key=lambda said: 2 * bool(in_vain.search(said[1])) + (endless in said[1]))
     if in_vain.search(hint):
         hint += " It waited for a rank that made no such call: all of them must make the same ones, in one order."
@@ -555,6 +555,8 @@ def source(answer: Callable) -> str:
     """Text that defines an answer anywhere: itself, and the helpers, classes, imports and constants that it uses."""
     expect(answer.__name__ != "<lambda>", "Write your function with `def`: a lambda cannot be sent to processes.")
     answer = inspect.unwrap(answer)  # what a decorator has wrapped
+    own = hasattr(answer, "__globals__")
+    expect(own, "Write your function with `def`: what is taken from elsewhere cannot be sent to processes.")
     cells = inspect.getclosurevars(answer).nonlocals if inspect.isfunction(answer) else {}
     space, texts, seen = {**answer.__globals__, **cells}, [], set()
 

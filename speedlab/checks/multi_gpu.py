@@ -7,6 +7,7 @@ reads and what they send. It is judged against the training of one process, and 
 import atexit
 import contextlib
 import functools
+import itertools
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -82,22 +83,32 @@ def train(model: nn.Module, rows: Dataset, epochs: int, batch: int, accumulate_s
 
 
 class _Traffic(TorchDispatchMode):
-    """Bytes of floating-point numbers that this rank sends, if rings carry its collectives; broadcasts are free."""
+    """Bytes that this rank sends, if rings carry its collectives, and those that are broadcast; small messages aside.
 
-    sent = 0.0
+    Floating-point numbers count, and byte strings of `long` bytes or more: objects travel as such.
+    """
+
+    def __init__(self, long: int):
+        super().__init__()
+        self.sent = self.broadcast = 0.0
+        self.long = long
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func._schema.name.split("::")[-1]
-        if func.namespace in ("c10d", "_c10d_functional") and "broadcast" not in name and "wait" not in name:
-            floats = [
-                [t for t in tree_leaves(a) if isinstance(t, torch.Tensor) and t.is_floating_point()] for a in args
-            ]
-            largest = max((sum(t.nbytes for t in tensors) for tensors in floats), default=0)
+        if func.namespace in ("c10d", "_c10d_functional") and "wait" not in name:
+            tensors = [[t for t in tree_leaves(a) if isinstance(t, torch.Tensor)] for a in args]
+            largest = max((sum(t.nbytes for t in each if self._counts(t)) for each in tensors), default=0)
+            if "broadcast" in name:
+                self.broadcast += largest
+                largest = 0
             gathers = func.namespace == "_c10d_functional" and "all_gather" in name  # this one is given a part only
             ranks = dist.get_world_size()
             rounds = 2 if "reduce" in name and "scatter" not in name else ranks if gathers else 1
             self.sent += rounds * largest * (ranks - 1) / ranks
         return func(*args, **(kwargs or {}))
+
+    def _counts(self, tensor: torch.Tensor) -> bool:
+        return tensor.is_floating_point() or (tensor.dtype == torch.uint8 and tensor.nbytes >= self.long)
 
 
 def _watched(model: nn.Module, rows: Rows) -> list[list[int]]:
@@ -105,6 +116,8 @@ def _watched(model: nn.Module, rows: Rows) -> list[list[int]]:
     read: list[list[int]] = []
 
     def note(_, inputs: tuple[torch.Tensor]) -> None:
+        if not torch.is_grad_enabled():  # this pass trains nothing
+            return
         same = (inputs[0].detach()[:, None] == rows.inputs).all(dim=2)
         if same.any(dim=1).all() and len(same):
             read.append(same.int().argmax(dim=1).tolist())
@@ -143,10 +156,11 @@ def _train_on_a_rank(rank: int, answer: Callable) -> list[dict]:
     for ranks, count, *settings in _TRAININGS:
         model, rows = make_model(seed=rank), Rows(count, seed=1)
         read = _watched(model, rows)
-        with _among(ranks), _Traffic() as traffic:
+        with _among(ranks), _Traffic(long=1024) as traffic:
             reached = answer(model, rows, *settings, rank, ranks) if rank < ranks else model
         expect(isinstance(reached, nn.Module), f"Return the model, not {type(reached).__name__}.")
         reports.append({"weights": _weights(reached), "read": read, "sent": traffic.sent})
+        reports[-1]["broadcast"] = traffic.broadcast
     return reports
 
 
@@ -222,6 +236,12 @@ def train_ddp(answer: Callable[..., nn.Module]) -> None:
                 f"{enough:,.0f} are enough. With DDP, use no_sync() around forward and backward of every micro-batch "
                 "but the last of a step; by hand, all_reduce each gradient once a step, as it is.",
             )
+            told = max(report["broadcast"] for report in found)
+            expect(
+                told <= (steps + 2) * gradient + 64 * steps,
+                f"the weights are right, but {told:,.0f} bytes are broadcast in {steps} steps. Broadcast the weights "
+                "at the beginning, and send each gradient once a step, by all_reduce.",
+            )
 
 
 def _judge_copies(weights: Sequence[Sequence[float]]) -> None:
@@ -238,10 +258,9 @@ def _judge_hands(reads: Sequence[Sequence[int]], epochs: int) -> None:
     expect(not overlap, "in one epoch, two ranks read the same rows. Give the loader a DistributedSampler.")
     for read in reads:
         length = len(read) // epochs
-        first, second = read[:length], read[length : 2 * length]
-        expect(
-            first != second or first == sorted(first), "each epoch repeats the order of the first: call set_epoch."
-        )
+        orders = [read[start : start + length] for start in range(0, epochs * length, max(1, length))]
+        again = any(one == other != sorted(one) for one, other in itertools.pairwise(orders))
+        expect(not again, "an epoch repeats the order of the one before: call set_epoch(epoch) at the start of each.")
 
 
 # --- Task 2 ---------------------------------------------------------------------------------------------------------
@@ -355,8 +374,12 @@ def _judge_accuracy(got: Sequence[float], wanted: torch.Tensor, rows: Rows) -> N
     right = (model(rows.inputs).argmax(dim=1) == rows.labels).float()
     ranks = len(got)
     means = [right[rank::ranks].mean().item() for rank in range(ranks)]
-    for rank, accuracy in enumerate(got):
-        hints = {
+    padded = torch.cat(
+        [torch.tensor(list(DistributedSampler(rows, ranks, rank, shuffle=False))) for rank in range(ranks)]
+    )
+
+    def hints_of(rank: int) -> dict[str, float]:
+        return {
             "That is its own share of the rows: sum the counts over the ranks, then divide.": means[rank],
             "That is the mean of the ranks' accuracies, whose shares differ in size. Sum the counts, then divide.": (
                 sum(means) / ranks
@@ -367,9 +390,20 @@ def _judge_accuracy(got: Sequence[float], wanted: torch.Tensor, rows: Rows) -> N
             ),
             "The sum of the counts is divided by this rank's rows.": right.sum() / len(right[rank::ranks]),
             _FIXED: torch.cat([right[rank::RANKS] for rank in range(ranks)]).sum() / len(rows),
+            "A DistributedSampler repeats rows until all ranks have as many: deal the rows out by hand.": (
+                right[padded].mean()
+            ),
+            "The last rows, which do not fill a share for each rank, are left out.": (
+                right[: len(rows) // ranks * ranks].sum() / len(rows)
+            ),
         }
+
+    for rank, accuracy in enumerate(got):
         if not _near(accuracy, right.mean()):
-            why = diagnose(accuracy, hints, "Sum the counts over the ranks, then divide.", _near)
+            hints = hints_of(rank)
+            together = {hint: [float(hints_of(each)[hint]) for each in range(ranks)] for hint in hints}
+            alone = diagnose(accuracy, hints, "Sum the counts over the ranks, then divide.", _near)
+            why = diagnose(got, together, alone, _near)
             here = f"rank {rank} says {accuracy:.3f}, and over all {len(rows)} held-out rows the accuracy is"
             fail(f"{here} {right.mean():.3f}. {why}")
 
@@ -377,10 +411,10 @@ def _judge_accuracy(got: Sequence[float], wanted: torch.Tensor, rows: Rows) -> N
 def _judge_saves(saved: Sequence[Sequence], wanted: torch.Tensor) -> None:
     counts = [len(each) for each in saved]
     expect(
-        counts == [1] + [0] * (len(saved) - 1),
+        sum(counts) == 1,
         f"the ranks save {', '.join(map(str, counts))} times. Rank 0 should, once, and nobody else.",
     )
-    [reached] = saved[0]
+    [reached] = itertools.chain.from_iterable(saved)
     expect(not isinstance(reached, str), reached)
     expect(_near(reached, wanted), "what is saved are not the weights at the end. Save after the training.")
 
@@ -388,6 +422,7 @@ def _judge_saves(saved: Sequence[Sequence], wanted: torch.Tensor) -> None:
 # --- Task 3 ---------------------------------------------------------------------------------------------------------
 
 _STEP, _RATE, _MORE = 3, 0.02, 2
+_EARLIER = 100  # steps of another optimizer: what AdamW counts is not the number that is saved
 _INTO = {
     "layers": "Resumed into a model that is sharded as the first one",
     "whole": "Resumed into a model that is sharded as one piece",
@@ -397,7 +432,7 @@ _INTO = {
 
 def _parts(seed: int, sharding: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     """A model and its optimizer: each layer sharded, the whole as one, or plain."""
-    model = make_model(seed, width=3072)
+    model = make_model(seed, width=12288)  # large enough for the lists of a checkpoint not to count
     for layer in (model[0], model[2]) if sharding == "layers" else ():
         fully_shard(layer)
     model = model if sharding == "plain" else fully_shard(model)
@@ -423,16 +458,16 @@ def _checkpoint_on_a_rank(rank: int, save: Callable, resume: Callable) -> None:
         at = _go_on(model, optimizer, 0, _STEP)
         optimizer.param_groups[0]["lr"] = _RATE
         if sharding == "layers":
-            place = _saved(model, optimizer, _STEP, save)
+            place = _saved(model, optimizer, _EARLIER + _STEP, save)
             expect(_near(_weights(model), at), "Your save changes the weights. It should only read them.")
         ends.append(_go_on(model, optimizer, _STEP, _MORE))
-    later = _saved(model, optimizer, _STEP + _MORE, save)
+    later = _saved(model, optimizer, _EARLIER + _STEP + _MORE, save)
     expect(_near(*ends), "After your save the training goes on differently. It should only read.")
     for seed, (sharding, here) in enumerate(_INTO.items(), start=7):
         model, optimizer = _parts(seed, sharding)
         with where(here):
             try:
-                with _Traffic() as traffic:
+                with _Traffic(long=2**16) as traffic:
                     step = resume(place, model, optimizer)
             except (RuntimeError, KeyError, ValueError) as error:
                 if sharding != "plain":
@@ -442,7 +477,8 @@ def _checkpoint_on_a_rank(rank: int, save: Callable, resume: Callable) -> None:
             _judge_resumed(step, model, optimizer, at, ends[0])
         _judge_traffic(traffic, "load", at)
     step = whole(resume(later, model, optimizer), "The step that resume returns")
-    expect(step == _STEP + _MORE, f"From a checkpoint of step {_STEP + _MORE}, resume returns step {step}.")
+    last = _EARLIER + _STEP + _MORE
+    expect(step == last, f"From a checkpoint of step {last}, resume returns step {step}.")
     dist.barrier()  # nobody removes the folder while others read
 
 
@@ -453,7 +489,7 @@ def _saved(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, save: 
     dist.broadcast_object_list(folder)
     atexit.register(own.cleanup)  # after the last barrier
     place = Path(folder[0], "checkpoint")
-    with _Traffic() as traffic:
+    with _Traffic(long=2**16) as traffic:
         save(place, model, optimizer, step)
     dist.barrier()
     files = [path.stat().st_size for path in place.rglob("*") if path.is_file()]
@@ -461,7 +497,7 @@ def _saved(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, save: 
     weights = _weights(model)
     _judge_traffic(traffic, "save", weights)
     least = f"The weights and two moments have {3 * weights.nbytes:,} bytes,"
-    expect(sum(files) <= 4 * weights.nbytes, f"{least} and your files {sum(files):,}. What is written twice?")
+    expect(sum(files) <= 3.7 * weights.nbytes, f"{least} and your files {sum(files):,}. What is written twice?")
     expect(
         max(files) <= 1.6 * weights.nbytes,
         f"{least} and one of your files has {max(files):,}. Each of {RANKS} ranks should write its own part.",
@@ -471,8 +507,8 @@ def _saved(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, save: 
 
 def _judge_traffic(traffic: _Traffic, verb: str, weights: torch.Tensor) -> None:
     expect(
-        traffic.sent <= weights.nbytes / 8,
-        f"To {verb}, this rank sends {traffic.sent:,.0f} bytes of weights or moments. None has to travel: each rank "
+        (sent := traffic.sent + traffic.broadcast) <= weights.nbytes / 8,
+        f"To {verb}, this rank sends {sent:,.0f} bytes of weights or moments. None has to travel: each rank "
         "writes and reads its own part. Do not gather the full state.",
     )
 
@@ -481,7 +517,7 @@ def _judge_resumed(
     step: object, model: nn.Module, optimizer: torch.optim.Optimizer, at: torch.Tensor, end: torch.Tensor
 ) -> None:
     step, rate = whole(step, "the step that resume returns"), number(optimizer.param_groups[0]["lr"], "the rate")
-    expect(step == _STEP, f"resume returns step {step}; it was saved at step {_STEP}.")
+    expect(step == _EARLIER + _STEP, f"resume returns step {step}; it was saved at step {_EARLIER + _STEP}.")
     expect(
         _near(_weights(model), at),
         "the weights are not those that were saved. `dcp.load` reads into the tensors of a state dictionary; "
