@@ -787,3 +787,44 @@ def test_jobs_gives_a_reason_for_every_wrong_choice(name, right, verdict):
 )
 def test_jobs_rejects(chosen, word, rejects):
     rejects("jobs", lambda: chosen, word)
+
+
+def as_lists(state):
+    return {name.replace("_orig_mod.", ""): weight.tolist() for name, weight in state.items()}
+
+
+def stripped(state):
+    return {name.lstrip("_orig_mod.").replace("_orig_mod.", ""): weight for name, weight in state.items()}  # noqa: B005
+
+
+BUFFER = torch.zeros(64 * 64, dtype=torch.long)
+
+
+def in_one_buffer(rows, batch_size):
+    width = max(2, max(map(len, rows)))
+    tokens = BUFFER[: batch_size * width].view(batch_size, width).zero_()
+    for i, row in enumerate(rows):
+        tokens[i, : len(row)] = torch.tensor(row)
+    return tokens, tokens != 0
+
+
+def largest_so_far(chain, elements, kept):
+    sizes, eager, most = dict(elements), 0, 0
+    for result, _, operands in chain:
+        most = sizes[result] = max(most, *(sizes[name] for name in operands))
+        eager += most + sum(sizes[name] for name in operands)
+    inputs = {name for _, _, operands in chain for name in operands} - {result for result, _, _ in chain}
+    return 4 * eager, 4 * sum(sizes[name] for name in inputs | set(kept))
+
+
+@pytest.mark.parametrize(
+    ("task", "answer", "words"),
+    [
+        ("plain_names", as_lists, "is no tensor any more"),
+        ("plain_names", stripped, "looks for"),
+        ("prepare", in_one_buffer, "tensors of its own"),
+        ("moved", largest_so_far, "a step on vectors after a full one"),
+    ],
+)
+def test_what_an_attack_passed_is_refused(task, answer, words, rejects):
+    rejects(task, answer, words)

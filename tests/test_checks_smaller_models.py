@@ -1784,3 +1784,55 @@ def test_lora_rejects_the_product_that_only_a_square_layer_hides(verdict):
         return right
 
     assert "transposed" in verdict("lora", adapter, adapted, transposed)
+
+
+def each_alone_from_a_copy(model, optimizer, train_step, lengths, cooldown):
+    trained = {}
+    for length in lengths:
+        own, steps_of, step = copy.deepcopy((model, optimizer, train_step))
+        for number in range(length):
+            step(own, steps_of, number, length)
+        trained[length] = own
+    return trained
+
+
+def floored(least):
+    def quantize(weight):
+        if not weight.isfinite().all():
+            raise ValueError("a weight is not finite")
+        scales = (weight.abs().amax(1, keepdim=True) / 127).clamp_min(least)
+        return (weight / scales).round().to(torch.int8), scales
+
+    return quantize
+
+
+def silent(weight):
+    if not weight.isfinite().all():
+        raise ValueError(" ")
+    return floored(1e-38)(weight)
+
+
+def cut_on_the_old_graph(network, keep):
+    first, act, second = network
+    stay = first.weight.norm(dim=1).topk(keep).indices
+    rows = nn.Linear(first.in_features, keep, bias=first.bias is not None)
+    columns = nn.Linear(keep, second.out_features, bias=second.bias is not None)
+    del rows.weight, columns.weight
+    rows.weight, columns.weight = first.weight[stay], second.weight[:, stay]
+    with torch.no_grad():
+        for new, bias in ((rows, first.bias if first.bias is None else first.bias[stay]), (columns, second.bias)):
+            if bias is not None:
+                new.bias.copy_(bias)
+    return nn.Sequential(rows, copy.deepcopy(act), columns)
+
+
+@pytest.mark.parametrize(
+    ("task", "answer", "words"),
+    [
+        ("train_lengths", each_alone_from_a_copy, "are enough"),
+        ("quantize", silent, "says nothing"),
+        ("cut_neurons", cut_on_the_old_graph, "nn.Parameter"),
+    ],
+)
+def test_what_an_attack_passed_is_refused(task, answer, words, rejects):
+    rejects(task, answer, words)

@@ -137,6 +137,11 @@ CHAINS: dict[str, Case] = {
         {"x": _FULL, "scale": _VECTOR},
         {"s", "b"},
     ),
+    "a step on vectors after a full one": (
+        [("a", "exp", ["x"]), ("s", "add", ["bias", "scale"]), ("b", "mul", ["s", "a"])],
+        {"x": _FULL, "bias": _VECTOR, "scale": _VECTOR},
+        {"b"},
+    ),
 }
 
 
@@ -187,7 +192,9 @@ def _bytes(chain: list[Step], elements: dict[str, int], kept: set[str], fault: s
     sizes, eager, full = dict(elements), 0, max(elements.values())
     sizes = dict.fromkeys(sizes, full) if fault == "spread" else sizes
     for result, _, operands in chain:
-        sizes[result] = full if fault == "all full" else max(sizes[name] for name in operands)
+        own = [sizes[name] for name in operands]
+        so_far = [max(own), *(sizes[name] for name, *_ in chain if name in sizes)]
+        sizes[result] = {"all full": full, "first": own[0], "so far": max(so_far)}.get(fault, max(own))
         eager += sum(sizes[name] for name in (operands[:1] if fault == "one operand" else operands)) + sizes[result]
     made = [result for result, _, _ in chain]
     uses = [name for _, _, names in chain for name in names if name not in made]
@@ -202,6 +209,8 @@ _CHAIN_FAULTS = {
     "one operand": "An operation with two operands reads both.",
     "spread": "A vector is read as a vector, however often its numbers are used: count its own elements.",
     "all full": "The result of a step on vectors is a vector: as large as the largest of its *own* operands.",
+    "first": "A result is as large as the largest of its operands, which need not be the first.",
+    "so far": "The result of a step on vectors is a vector, whatever came before: look at its own operands.",
     "twice": "What the kernel has read once it keeps in a register: an input that is used twice is read once.",
     "unused": "An input that no operation uses is not read.",
     "last only": "Every result in `kept` must be written, not only the last one.",
@@ -456,6 +465,10 @@ def prepare(answer: Callable[[list[list[int]], int], tuple[torch.Tensor, torch.T
         batches = stream(seed, batch_size)
         # marks must stay: hand over what the function made, not copies
         prepared = [_prepared(answer, rows, batch_size) for rows in batches]
+        for number, (rows, (tokens, mask)) in enumerate(zip(batches, prepared, strict=True), start=1):
+            kept = tokens.numel() and [t[m.bool()].tolist() for t, m in zip(tokens, mask, strict=True)][: len(rows)]
+            overwritten = f"Batch {number} was right, and is not any more when the last one is made"
+            expect(kept == rows, f"{overwritten}: give each batch tensors of its own.")
         needed = sum(len(rows) * max(map(len, rows)) for rows in batches)
         spent = sum(tokens.numel() for tokens, _ in prepared)
         expect(
@@ -541,7 +554,7 @@ def _small_net() -> nn.Sequential:
 def _deep_net() -> nn.Sequential:
     torch.manual_seed(1)
     blocks = [nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)) for _ in range(12)]
-    return nn.Sequential(OrderedDict(stem=nn.Linear(2, 3), blocks=nn.Sequential(*blocks)))
+    return nn.Sequential(OrderedDict(model=nn.Linear(2, 3), blocks=nn.Sequential(*blocks)))
 
 
 def wrapped_nets() -> dict[str, nn.Module]:
@@ -588,6 +601,8 @@ def plain_names(answer: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tens
         )
         wrong = [key for key in wanted if not close(got[key], wanted[key])]
         expect(not wrong, f"Where {name}, {wrong[:1]} has other weights now. Change the names only.")
+        kinds = [key for key in wanted if not hasattr(got[key], "dtype")]
+        expect(not kinds, f"Where {name}, {kinds[:1]} is no tensor any more. Change the names only.")
 
 
 # --- Task 6 ---------------------------------------------------------------------------------------------------------

@@ -34,6 +34,9 @@ class Training:
         kind = torch.optim.AdamW if adam else functools.partial(torch.optim.SGD, momentum=0.9)
         self.optimizer = kind(self.model.parameters(), lr=0.0)
 
+    def __deepcopy__(self, memo: dict) -> "Training":
+        return self  # a copy would count the steps of a copied train_step for itself
+
     def rate(self, step: int, length: int) -> float:
         """Four steps of warm-up, then constant, then linear towards zero in the last `cooldown` steps."""
         return 0.05 * min(1.0, (step + 1) / 4, (length - step) / (self.cooldown + 1))
@@ -238,7 +241,7 @@ def quantize(answer: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
                 got = answer(weight)
                 sequence(got if isinstance(got, Iterator) else ())  # a generator begins only now
             except ValueError as error:
-                expect(str(error), "your ValueError says nothing: give it a sentence.")
+                expect(str(error).strip(), "your ValueError says nothing: give it a sentence.")
             except Exception as error:
                 fail(f"raise a ValueError with a sentence, not {type(error).__name__}.")
             else:
@@ -335,12 +338,19 @@ def _examine_layers(got: nn.Module, model: nn.Sequential, keep: int) -> None:
     expect(features == wanted, "in_features and out_features still tell the old widths: make new nn.Linear layers.")
     alike = [(new.bias is None) == (was.bias is None) for new, was in zip(layers, old, strict=True)]
     expect(all(alike), "a layer with a bias keeps one, and a layer without gets none.")
+    _expect_parameters(*layers)
     memory = {p.untyped_storage().data_ptr() for p in model.parameters()}
     shared = any(p.untyped_storage().data_ptr() in memory for p in got.parameters())
     expect(not shared, "the new network shares memory with the old one: copy what stays.")
     size, due = count.state_bytes(got).total, sum(p.nbytes for layer in layers for p in layer.parameters())
     expect(size == due, f"it holds {size} bytes; {due} are enough. A view or a mask keeps the rest.")
     expect(all(p.requires_grad for p in got.parameters()), "its parameters must require gradients, to train.")
+
+
+def _expect_parameters(*layers: nn.Linear) -> None:
+    held = [p for layer in layers for p in (layer.weight, layer.bias) if p is not None]
+    plain = "a weight is a plain tensor, which no optimizer sees: make it an nn.Parameter, with numbers of its own."
+    expect(all(isinstance(p, nn.Parameter) for p in held), plain)
 
 
 def _why_cut(got: nn.Module, model: nn.Module, stay: list[int]) -> str:
@@ -564,5 +574,6 @@ def _examine_trained(adapted: Callable, merged: Callable, x, base, down, up, alp
     expect(isinstance(layer, nn.Linear), f"merged must return an nn.Linear, not {type(layer).__name__}.")
     same = layer.weight.shape == base.weight.shape and (layer.bias is None) == (base.bias is None)
     expect(same, "what merged returns differs from the base in shape, or in having a bias.")
+    _expect_parameters(layer)
     got = layer(x)
     expect(_same(got, wanted), lambda: why.format("merged", diagnose(got, faults, other, _same)))
