@@ -800,6 +800,15 @@ def stripped(state):
 BUFFER = torch.zeros(64 * 64, dtype=torch.long)
 
 
+def as_the_first_operand(chain, elements, kept):
+    sizes, eager = dict(elements), 0
+    for result, _, operands in chain:
+        sizes[result] = sizes[operands[0]]
+        eager += sizes[result] + sum(sizes[name] for name in operands)
+    inputs = {name for _, _, operands in chain for name in operands} - {result for result, _, _ in chain}
+    return 4 * eager, 4 * sum(sizes[name] for name in inputs | set(kept))
+
+
 def in_one_buffer(rows, batch_size):
     width = max(2, max(map(len, rows)))
     tokens = BUFFER[: batch_size * width].view(batch_size, width).zero_()
@@ -823,6 +832,7 @@ def largest_so_far(chain, elements, kept):
         ("plain_names", as_lists, "is no tensor any more"),
         ("plain_names", stripped, "looks for"),
         ("prepare", in_one_buffer, "tensors of its own"),
+        ("moved", as_the_first_operand, "need not be the first"),
         ("moved", largest_so_far, "a step on vectors after a full one"),
     ],
 )

@@ -237,6 +237,7 @@ LOSS_OUTSIDE_IN_FP32 = """
 CROSS_ENTROPY = "nn.functional.cross_entropy(logits, labels)"
 BY_LOGSUMEXP = "(logits.logsumexp(1) - logits.gather(1, labels[:, None]).squeeze(1)).mean()"
 BY_SOFTMAX = "-logits.softmax(1).gather(1, labels[:, None]).log().mean()"
+SURE = "    with torch.no_grad():\n        sure = logits.softmax(1).amax(1)\n"
 LAYERS = """logits = inputs
         for layer in model:
             logits = layer(logits)"""
@@ -272,6 +273,7 @@ STEPS = {
     "a loss object": [("nn.functional.cross_entropy(", "nn.CrossEntropyLoss()(")],
     "float()": [(RETURN, "return float(loss)")],
     "a leftover comment": [(RETURN, "# raise NotImplementedError\n    return loss.item()")],
+    "probabilities looked at": [(LOSS, LOSS_OUTSIDE_IN_FP32.replace("    if precision", SURE + "    if precision"))],
     "called as forward": [("model(inputs)", "model.forward(inputs)")],
     "layer by layer": [(LOSS, LOSS_OUTSIDE_IN_FP32.replace("logits = model(inputs)", LAYERS))],
     "the loss in fp64": [("cross_entropy(model(inputs)", "cross_entropy(model(inputs).double()")],

@@ -614,6 +614,11 @@ def resume(folder, model, optimizer):
 """
 TOGETHER = "weights, moments = get_state_dict(model, optimizer)"
 SET = '    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])\n'
+FLATTENED = """options = StateDictOptions(flatten_optimizer_state_dict=True)
+    weights, moments = get_state_dict(model, optimizer, options=options)"""
+SET_FLATTENED = """    both = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
+    set_state_dict(model, optimizer, **both, options=options)
+"""
 LOAD, DONE = "dcp.load(state, checkpoint_id=folder)", 'return state["step"].item()'
 CHECKPOINTS = {
     "as it stands": ([], []),
@@ -667,6 +672,7 @@ CHECKPOINTS = {
         ],
         [(LOAD, 'dcp.load({"all": state}, checkpoint_id=folder)')],
     ),
+    "the optimizer's state flattened": ([(TOGETHER, FLATTENED)], [(TOGETHER, FLATTENED), (SET, SET_FLATTENED)]),
     "under no_grad": ([("def save", "@torch.no_grad()\ndef save")], [("def resume", "@torch.no_grad()\ndef resume")]),
     "from a copy": (
         [(TOGETHER, TOGETHER + "\n    weights = {name: weight.clone() for name, weight in weights.items()}")],

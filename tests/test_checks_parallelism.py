@@ -199,6 +199,9 @@ RING_MISTAKES = {
                          ("            arriving.copy_(received)\n", "            arriving.copy_(received)\n    "
                           "return tensor\n")], "you return the sum", "copy_"),
     "the mean": ([RING + "    tensor /= world_size\n"], "mean", "sums"),
+    "other numbers for the tensor": ([RING, ("    right,", "    given, tensor = tensor, tensor.clone()\n    right,"),
+                                      ("            arriving.copy_(received)\n",
+                                       "            arriving.copy_(received)\n    given.data = tensor\n")], ""),
     "sends to nobody": ([RING, ("(rank + 1) % world_size, (rank - 1)", "rank + 1, (rank - 1)")], "modulo"),
     "receives before it sends": ([RING, (SEND, ""), (ADD, ADD + "    " + SEND)], "waits", "before it receives"),
     "without the rest": ([RING, (SPLIT, "tensor.unfold(0, s, s)"), ("    right,", "    s = len(tensor) // world_size"
@@ -316,6 +319,10 @@ COLUMN_MISTAKES = {
     "a hook on x itself": ([HOOK_ON_X], "what x got elsewhere", "hook on x"),
     "zeros x in forward": ([COLUMN, (PRODUCT, "out = x @ share.T; x.data.zero_(); return out")],
                            "changes the numbers in x"),
+    "spends the gradient": (
+        [COLUMN, ("return all_reduce(grad @ share), grad.T @ x",
+                  "both = all_reduce(grad @ share), grad.T @ x; grad.zero_(); return both")],
+        "changes the gradient that it is given"),
     "scales share in place": ([COLUMN, (APPLY, "share.data.mul_(2); return Column.apply(x, share) / 2")], "share"),
     "nan": ([COLUMN, (GRADIENTS, "all_reduce(grad @ share) * math.nan, grad.T @ x")], "gradient of x is wrong"),
     "scaled": ([COLUMN, (GRADIENTS, "2 * all_reduce(grad @ share), grad.T @ x")], "Each rank's part is grad @ share"),

@@ -1775,6 +1775,16 @@ def test_lora_rejects(rejects, parts, words):
     rejects("lora", parts, words)
 
 
+def test_lora_rejects_a_merged_weight_that_is_no_parameter(verdict):
+    def plain(base, down, up, alpha):
+        layer = copy.deepcopy(base)
+        del layer.weight
+        layer.weight = base.weight + alpha / len(down) * up @ down
+        return layer
+
+    assert "nn.Parameter" in verdict("lora", adapter, adapted, plain)
+
+
 def test_lora_rejects_the_product_that_only_a_square_layer_hides(verdict):
     def transposed(base, down, up, alpha):
         change = down.detach().T @ up.detach().T

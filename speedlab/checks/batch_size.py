@@ -278,11 +278,8 @@ def _expect_trials(found: int | None, device: Device, largest: int) -> None:
     tried, allowed = device.tried, int(math.log2(largest)) + 5
     expect(max(tried, default=0) <= largest, f"you try {max(tried, default=0)}; the largest is {largest}.")
     twice = next((size for size in tried if tried.count(size) > 1), None)
-    why = (
-        f"You try {twice} more than once."
-        if twice
-        else ("Double the size, then halve the gap, until it is at most an eighth of the largest that ran, or 1.")
-    )
+    why = "Double the size, then halve the gap, until it is at most an eighth of the largest that ran, or 1."
+    why = f"You try {twice} more than once." if twice else why
     expect(len(tried) <= allowed, f"you make {len(tried)} trials; {allowed} are allowed. {why}")
 
 
@@ -404,7 +401,8 @@ def _why_rate(got: float, update: int, warmup: int, base_rate, base_batch, per_d
         + share * (alone - first),
         f"That is the {RULES[1 - RULES.index(rule)]} rule.": first + share * (other - first),
         "After the warm-up the rate stays at the full rate: min(1, update / warmup).": first + risen * (full - first),
-        "This batch is smaller than the recipe's, so its full rate is below the base rate.": full < first == got,
+        "This batch is smaller than the recipe's, so its full rate is below the base rate.": full < first
+        and close(got, first),
         "Without a warm-up, the rate is the full rate from update 0 on.": first if not warmup else math.nan,
     }
     line = "The rate rises in a straight line from the base rate at update 0 to the full rate at update `warmup`."

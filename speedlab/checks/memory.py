@@ -351,7 +351,7 @@ def run_blocks(answer: Callable[[nn.Sequential, torch.Tensor, Collection[int]], 
                 }
                 found = {hint: outcome(fault).gradients for hint, fault in hints.items()}
                 fail(f"the gradients are wrong. {diagnose(out.gradients, found, 'Compare with blocks(x).', _same)}")
-            again, due = out.order[4:], sorted(chosen, reverse=True)
+            again, due = out.again, sorted(chosen, reverse=True)
             missing, extra = ([i for i in a if i not in b] for a, b in ((due, again), (again, due)))
             expect(not missing, f"the blocks {missing} are not checkpointed: in backward they do not run again.")
             expect(not extra, f"the blocks {extra} are checkpointed: checkpoint the chosen, and no others.")
@@ -372,7 +372,7 @@ class _Outcome:
     gradients: dict[str, torch.Tensor | None]
     kept: int
     same_inputs: bool
-    order: list[int]  # the blocks that ran, one after the other
+    again: list[int]  # the blocks that ran in backward, one after the other
 
 
 def _outcome(run: Callable, chosen: Collection[int], training: bool) -> _Outcome:
@@ -380,9 +380,9 @@ def _outcome(run: Callable, chosen: Collection[int], training: bool) -> _Outcome
     torch.manual_seed(0)
     blocks = nn.Sequential(*(Block(16, dropout=0.3) for _ in range(4))).train(training)
     x = torch.randn(5, 16)  # as images: the input itself needs no gradient
-    before, made, order = (copy.deepcopy(blocks), x.clone()), [], []
+    before, made, ran = (copy.deepcopy(blocks), x.clone()), [], []
     for i, block in enumerate(blocks):
-        block.first.register_forward_hook(lambda *_, i=i: order.append(i))
+        block.first.register_forward_hook(lambda *_, i=i: ran.append(i))
     torch.manual_seed(1)
     kept = count.saved_bytes(lambda: made.append(run(blocks, x, set(chosen))), blocks).bytes
     value = made[0]
@@ -391,9 +391,10 @@ def _outcome(run: Callable, chosen: Collection[int], training: bool) -> _Outcome
     pairs = zip(blocks.modules(), before[0].modules(), strict=True)
     same &= all(a.training == b.training and getattr(a, "p", 0) == getattr(b, "p", 0) for a, b in pairs)
     same &= not any("forward" in vars(module) for module in blocks.modules())
+    forward = len(ran)
     if value.requires_grad:
         value.square().sum().backward()
-    return _Outcome(value, {name: p.grad for name, p in blocks.named_parameters()}, kept, same, order)
+    return _Outcome(value, {name: p.grad for name, p in blocks.named_parameters()}, kept, same, ran[forward:])
 
 
 # --- Task 5 ---------------------------------------------------------------------------------------------------------

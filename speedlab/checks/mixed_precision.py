@@ -145,7 +145,7 @@ class _Seen(TorchDispatchMode):
         name = func._schema.name
         if name in _PRODUCTS:
             self.products |= {a.dtype for a in args if isinstance(a, torch.Tensor)}
-        elif name in _LOSSES:
+        elif name in _LOSSES and torch.is_grad_enabled():  # else it is looked at, and not trained on
             self.losses.add(args[0].dtype)
         return func(*args, **(kwargs or {}))
 
@@ -283,12 +283,9 @@ def _examine_dtypes(seen: _Seen, precision: str) -> None:
 
 def _examine_update(precision: str, case: _Case, change: torch.Tensor, right: list[torch.Tensor], steps: int) -> None:
     """Compare what two steps did to the weights with the references; if it differs, look for a well-known cause."""
-    few = 0.02 if _SETTINGS[precision][1].itemsize == 2 else 1e-4
-
-    def same(got: torch.Tensor, wanted: torch.Tensor) -> bool:
-        # by their norm: another right order of operations may round one fp16 weight to its neighbour
-        return bool((got - wanted).norm() <= few * wanted.norm())
-
+    same = functools.partial(close, relative=0.02 if _SETTINGS[precision][1].itemsize == 2 else 1e-4)
+    if precision == "16-true":  # another right order of operations may round one fp16 weight to its neighbour
+        same = lambda got, wanted: bool((got - wanted).norm() <= 0.02 * wanted.norm())  # noqa: E731
     once = f"two calls made {steps} steps of the optimizer that is given. Make one in each."
     if any(same(change, wanted) for wanted in right):
         return expect(steps == 2, once)
@@ -604,9 +601,7 @@ def _why_not_first(got: str | None, wanted: str | None, story: str) -> str:
             return "Gradients of an earlier step are still there: call zero_grad() before backward()."
         return "A finite number is not broken, however large; ask each element, not a sum of them."
     if got is None and wanted == "weights":
-        return (
-            "Call optimizer.step() and look at the weights after it, at all of them, biases too: inf, -inf and nan."
-        )
+        return "Call optimizer.step() and look at all weights after it, biases too: for inf, -inf and nan."
     own = "in the model's own dtype, without autocast"
     if got is None:
         return f"inf and -inf are broken as well as nan: torch.isfinite() is False for each. Look at all, {own}."
