@@ -266,6 +266,18 @@ def test_only_sizes_that_ran_with_a_margin_whatever_the_device_does(lesson, monk
         assert len(seen) <= 25, seed
 
 
+@pytest.mark.parametrize("start", [50, 90, 100, 170])
+def test_a_tenth_is_a_tenth(lesson, start):
+    """With room for a tenth more, to the sample, a size counts: (1 + 0.1) * 100 is a hair above 110."""
+
+    def step(size: int) -> int:
+        if size > start + start // 10:
+            raise FULL
+        return size
+
+    assert lesson["find_batch_size"](step, start=start, gain=-1)[0] == start
+
+
 def test_it_stops_at_the_knee_from_below_and_from_above(lesson):
     device = lesson["device_of"]
     for start in (1, 8, 128, 1024):

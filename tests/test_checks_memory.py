@@ -580,6 +580,30 @@ def zeroes_before_the_step(model, optimizer, micro_batches, accumulate_steps):
     return steps
 
 
+def drops_the_empty_first(model, optimizer, micro_batches, accumulate_steps):
+    left = [batch for batch in micro_batches if (batch[1] != -100).any()]
+    for group, total in groups_of(left, accumulate_steps):
+        optimizer.zero_grad()
+        for batch in group:
+            (summed(model, *batch) / total).backward()
+        optimizer.step()
+    return -(-len(left) // accumulate_steps)
+
+
+def text_by_text(model, optimizer, micro_batches, accumulate_steps):
+    """One text at a time, and never divided."""
+    steps = 0
+    for group, total in groups_of(micro_batches, accumulate_steps):
+        optimizer.zero_grad()
+        for tokens, targets in group if total else ():
+            for text, wanted in zip(tokens, targets, strict=True):
+                summed(model, text[None], wanted[None]).backward()
+        if total:
+            optimizer.step()
+            steps += 1
+    return steps
+
+
 def undoes_its_work(model, optimizer, micro_batches, accumulate_steps):
     steps, before = 0, copy.deepcopy(model.state_dict())
     for group, total in groups_of(micro_batches, accumulate_steps):
@@ -600,6 +624,8 @@ def undoes_its_work(model, optimizer, micro_batches, accumulate_steps):
         (skips_the_step_too, "counts as a member"),
         (zeroes_before_the_step, "zero_grad come between"),
         (undoes_its_work, "weights at the end"),
+        (drops_the_empty_first, "counts as a member"),
+        (text_by_text, "nobody has divided"),
     ],
 )
 def test_train_epoch_names_the_fault(rejects, answer, words):

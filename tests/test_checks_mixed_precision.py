@@ -236,6 +236,7 @@ LOSS_OUTSIDE_IN_FP32 = """
 """
 CROSS_ENTROPY = "nn.functional.cross_entropy(logits, labels)"
 BY_LOGSUMEXP = "(logits.logsumexp(1) - logits.gather(1, labels[:, None]).squeeze(1)).mean()"
+ROUNDED = "nn.functional.nll_loss(logits.float().log_softmax(1).to(logits.dtype), labels)"
 BY_SOFTMAX = "-logits.softmax(1).gather(1, labels[:, None]).log().mean()"
 SURE = "    with torch.no_grad():\n        sure = logits.softmax(1).amax(1)\n"
 LAYERS = """logits = inputs
@@ -274,6 +275,7 @@ STEPS = {
     "float()": [(RETURN, "return float(loss)")],
     "a leftover comment": [(RETURN, "# raise NotImplementedError\n    return loss.item()")],
     "probabilities looked at": [(LOSS, LOSS_OUTSIDE_IN_FP32.replace("    if precision", SURE + "    if precision"))],
+    "a confidence looked at": [(LOSS, LOSS + "        sure = model(inputs).detach().softmax(-1).amax(-1)\n")],
     "called as forward": [("model(inputs)", "model.forward(inputs)")],
     "layer by layer": [(LOSS, LOSS_OUTSIDE_IN_FP32.replace("logits = model(inputs)", LAYERS))],
     "the loss in fp64": [("cross_entropy(model(inputs)", "cross_entropy(model(inputs).double()")],
@@ -320,6 +322,7 @@ MISTAKES = {
         ["0 steps", "given"],
     ),
     "trains a copy": ([("        loss =", COPY + "        loss =")], ["another"]),
+    "rounded to 16 bits": ([(LOSS, LOSS_OUTSIDE.replace(CROSS_ENTROPY, ROUNDED))], ["bf16-mixed", "loss was"]),
     "a loss in 16 bits": ([(LOSS, LOSS_OUTSIDE.replace(CROSS_ENTROPY, BY_SOFTMAX))], ["bf16-mixed", "loss was"]),
     "labels before logits": ([("(model(inputs), labels)", "(labels, model(inputs))")], ["logits first"]),
     "clips each number": ([("clip_grad_norm_", "clip_grad_value_")], ["clip_grad_norm_, not"]),
@@ -764,6 +767,7 @@ WRONG_SCALES = {
     "inf": (lambda gradients: math.inf, "inf"),
     "nan": (lambda gradients: math.nan, "nan"),
     "zero": (lambda gradients: 0.0, "no scale"),
+    "zero where none will do": (lambda gradients: scale_by()(gradients) or 0.0, "spread too far", "return None"),
     "negative": (lambda gradients: -(scale_by()(gradients) or 1.0), "no scale"),
     "none": (lambda gradients: None, "would do"),
 }

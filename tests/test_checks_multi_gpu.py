@@ -192,6 +192,22 @@ ASYNC = """    for work in [dist.all_reduce(p.grad, async_op=True) for p in mode
     for p in model.parameters():
         p.grad /= world_size
 """
+RINGED = """    flat = torch.nn.utils.parameters_to_vector([p.grad for p in model.parameters()])
+    chunks, rank = flat.tensor_split(world_size), dist.get_rank()
+    for step in range(2 * (world_size - 1)):
+        arriving = torch.empty_like(chunks[(rank - step - 1) % world_size])
+        leaving = dist.isend(chunks[(rank - step) % world_size].clone(), (rank + 1) % world_size)
+        dist.recv(arriving, (rank - 1) % world_size)
+        leaving.wait()
+        here = chunks[(rank - step - 1) % world_size]
+        here.copy_(arriving + here if step < world_size - 1 else arriving)
+    for p, part in zip(model.parameters(), flat.split([p.numel() for p in model.parameters()])):
+        p.grad.copy_(part.view_as(p) / world_size)
+"""
+TOLD_ONCE = """    box = [{"model": model.state_dict(), "epoch": 0}]
+    dist.broadcast_object_list(box)
+    model.load_state_dict(box[0]["model"])
+"""
 FRESH = "type({0})(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))"
 WITH = "with model.no_sync() if micro % accumulate_steps else torch.enable_grad():"
 BACKWARD = "(loss / accumulate_steps).backward()"
@@ -215,6 +231,8 @@ TRAIN = {
     "by hand, scattered and gathered": [MANUAL, (AVERAGE, SCATTER)],
     "by hand, to rank 0 and back": [MANUAL, (AVERAGE, REDUCED)],
     "by hand, all at once": [MANUAL, (AVERAGE, ASYNC)],
+    "by hand, round a ring": [MANUAL, (AVERAGE, RINGED)],
+    "the weights of rank 0 as an object": [("    model = Dist", TOLD_ONCE + "    model = Dist")],
     "weights averaged after the step": [
         MANUAL,
         ("parameter.grad", "parameter.data"),

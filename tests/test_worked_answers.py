@@ -117,7 +117,7 @@ def test_both_layers_of_distilberts_head_have_to_be_named_to_peft():
 
 
 def test_the_chooser_of_9_2_5_agrees_where_exercise_2_says_so():
-    """Full: the whole state split. Slow network: a pipeline, told of one GPU per machine and of 1 GB/s; else not."""
+    """Full: the whole state split. Slow network: a pipeline, told of the memory and of one GPU per machine."""
     lesson = lesson_names("9.2-parallelism/5-which-one.ipynb")
 
     def first(model: tuple, sequences: int, **hardware: float) -> tuple:
@@ -129,3 +129,5 @@ def test_the_chooser_of_9_2_5_agrees_where_exercise_2_says_so():
     thirteen, small = (13e9, 32, 5760, 48, 1024), {"gpus": 16, "gib": 24}
     assert first(thirteen, 1024, **small, machine=1, across=1e9) == (1, 1, 16, 0)
     assert first(thirteen, 1024, **small, across=1e9) != (1, 1, 16, 0)
+    assert first(thirteen, 1024, gpus=16, machine=1, across=1e9) != (1, 1, 16, 0)
+    assert first(thirteen, 1024, **small, machine=1) == (1, 1, 16, 0)

@@ -193,7 +193,9 @@ def _bytes(chain: list[Step], elements: dict[str, int], kept: set[str], fault: s
     sizes = dict.fromkeys(sizes, full) if fault == "spread" else sizes
     for result, _, operands in chain:
         largest = max(sizes[name] for name in operands)
-        sizes[result] = {"all full": full, "first": sizes[operands[0]]}.get(fault, largest)
+        sizes[result] = {"all full": full, "first": sizes[operands[0]], "last": sizes[operands[-1]]}.get(
+            fault, largest
+        )
         eager += sum(sizes[name] for name in (operands[:1] if fault == "one operand" else operands)) + sizes[result]
     made = [result for result, _, _ in chain]
     uses = [name for _, _, names in chain for name in names if name not in made]
@@ -209,6 +211,7 @@ _CHAIN_FAULTS = {
     "spread": "A vector is read as a vector, however often its numbers are used: count its own elements.",
     "all full": "The result of a step on vectors is a vector: as large as the largest of its *own* operands.",
     "first": "A result is as large as the largest of its operands, which need not be the first.",
+    "last": "A result is as large as the largest of its operands, which need not be the last.",
     "twice": "What the kernel has read once it keeps in a register: an input that is used twice is read once.",
     "unused": "An input that no operation uses is not read.",
     "last only": "Every result in `kept` must be written, not only the last one.",
@@ -462,10 +465,14 @@ def prepare(answer: Callable[[list[list[int]], int], tuple[torch.Tensor, torch.T
     for seed, batch_size in ((0, 8), (1, 8), (2, 5), (3, 12)):
         batches = stream(seed, batch_size)
         # marks must stay: hand over what the function made, not copies
-        prepared = [_prepared(answer, rows, batch_size) for rows in batches]
-        for rows, (tokens, mask) in zip(batches, prepared, strict=True):
-            with where("A batch that was right changes when later ones are made: give each tensors of its own"):
-                _examine_batch(tokens, mask, rows, batch_size)
+        prepared, copies = [], []
+        for rows in batches:
+            prepared.append(_prepared(answer, rows, batch_size))
+            copies.append([tensor.clone() for tensor in prepared[-1]])
+        kept = all(
+            torch.equal(*pair) for pairs in zip(prepared, copies, strict=True) for pair in zip(*pairs, strict=True)
+        )
+        expect(kept, "A batch that was right changes when later ones are made: give each tensors of its own.")
         needed = sum(len(rows) * max(map(len, rows)) for rows in batches)
         spent = sum(tokens.numel() for tokens, _ in prepared)
         expect(
@@ -481,11 +488,7 @@ def _prepared(answer: Callable, rows: list[list[int]], batch_size: int) -> tuple
     got = ask(answer, rows, batch_size)
     both = isinstance(got, tuple | list) and len(got) == 2 and all(isinstance(t, torch.Tensor) for t in got)
     expect(both, "Return two tensors: tokens and mask.")
-    _examine_batch(*got, rows, batch_size)
-    return tuple(got)
-
-
-def _examine_batch(tokens: torch.Tensor, mask: torch.Tensor, rows: list[list[int]], batch_size: int) -> None:
+    tokens, mask = got
     expect(
         tokens.dim() == 2 and tokens.shape == mask.shape,
         f"Tokens and mask must both have the shape (B, T); yours are {tuple(tokens.shape)} and {tuple(mask.shape)}.",
@@ -510,6 +513,7 @@ def _examine_batch(tokens: torch.Tensor, mask: torch.Tensor, rows: list[list[int
             "order in which they came.",
         )
     expect(not tokens[~real].any(), "Padding has token 0.")
+    return tokens, mask
 
 
 def _judge_graphs(batches: list, prepared: list) -> None:
@@ -601,7 +605,7 @@ def plain_names(answer: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tens
         )
         wrong = [key for key in wanted if not close(got[key], wanted[key])]
         expect(not wrong, f"Where {name}, {wrong[:1]} has other weights now. Change the names only.")
-        kinds = [key for key in wanted if not hasattr(got[key], "dtype")]
+        kinds = [key for key in wanted if not isinstance(got[key], torch.Tensor)]
         expect(not kinds, f"Where {name}, {kinds[:1]} is no tensor any more. Change the names only.")
 
 

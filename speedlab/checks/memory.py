@@ -204,9 +204,13 @@ def _examine_steps(
     for number, ((_, gradient), group) in enumerate(zip(steps, groups, strict=True), start=1):
         wanted = _gradient(model, group, [1 / _targets(group)] * len(group))
         if not _same(gradient, wanted):
-            late = number == 1 and cut[0] is group and steps[0][0] > len(group)
-            expect(not late, f"step 1 comes after {steps[0][0]} micro-batches, and its group has {len(group)}.")
-            fail(f"step {number} has a wrong gradient. {_why_gradient(gradient, wanted, before, model, group, most)}")
+            otherwise = "Sum the losses of the whole group, and divide by its number of targets."
+            if number == 1 and cut[0] is group and steps[0][0] > len(group):
+                otherwise = f"The step comes after {steps[0][0]} micro-batches, and its group has {len(group)}."
+            if _same(gradient, _of_those_with_targets(model, cut, number)):
+                otherwise = "A micro-batch without targets counts as a member of its group: cut the groups first."
+            why = _why_gradient(gradient, wanted, before, model, group, most, otherwise)
+            fail(f"step {number} has a wrong gradient. {why}")
         before = gradient
         vector = nn.utils.parameters_to_vector(model.parameters()).detach()
         nn.utils.vector_to_parameters(vector - _RATE * wanted, model.parameters())
@@ -216,7 +220,13 @@ _same = functools.partial(close, relative=1e-4, absolute=1e-6)
 
 
 def _why_gradient(
-    got: torch.Tensor, wanted: torch.Tensor, before: torch.Tensor, model: Reader, group: list[MicroBatch], most: int
+    got: torch.Tensor,
+    wanted: torch.Tensor,
+    before: torch.Tensor,
+    model: Reader,
+    group: list[MicroBatch],
+    most: int,
+    otherwise: str,
 ) -> str:
     size, own = len(group), [max(1, _targets([batch])) for batch in group]
     every, padded = _targets(group), sum(targets.numel() for _, targets in group)
@@ -236,7 +246,14 @@ def _why_gradient(
         "Only the first micro-batch is in it.": [1 / every] + [0] * (size - 1),
     }
     found = {hint: _gradient(model, group, w) if isinstance(w, list) else w for hint, w in hints.items()}
-    return diagnose(got, found, "Sum the losses of the whole group, and divide by its number of targets.", _same)
+    return diagnose(got, found, otherwise, _same)
+
+
+def _of_those_with_targets(model: Reader, cut: list[list[MicroBatch]], number: int) -> torch.Tensor:
+    """The gradient of a step if micro-batches without targets are dropped before the groups are cut."""
+    left = [batch for group in cut for batch in group if _targets([batch])]
+    group = left[(number - 1) * len(cut[0]) : number * len(cut[0])]
+    return _gradient(model, group, [1 / _targets(group)] * len(group)) if group else torch.full((1,), math.nan)
 
 
 def _targets(group: list[MicroBatch]) -> int:
@@ -340,7 +357,10 @@ def run_blocks(answer: Callable[[nn.Sequential, torch.Tensor, Collection[int]], 
             alike = out.value.shape == wanted.value.shape and close(out.value, wanted.value, absolute=1e-5)
             expect(alike, "the output differs from that of the blocks, each run on the output of the one before.")
             lost = [name for name, gradient in out.gradients.items() if gradient is None]
-            old = "Write use_reentrant=False: the old variant loses them where the input needs none, as no_grad does."
+            old = (
+                "Write use_reentrant=False: the old variant loses them where the input needs none. no_grad does, too, "
+                "and a detach cuts off all blocks before it."
+            )
             cause = old if chosen else "Does a no_grad or a detach cut them off?"
             expect(not lost, f"{len(lost)} of {len(out.gradients)} parameters get no gradient. {cause}")
             if not _same(out.gradients, wanted.gradients):

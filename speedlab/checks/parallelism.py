@@ -488,7 +488,8 @@ def ring_attention(answer: Callable) -> None:
         held = 4 * max(each.most_alive for each in made)
         expect(
             held <= 24 * max(block, table) or ranks < 16,
-            f"{here} a rank has {held} bytes of tensors at once. {sizes}: keep no copies of the blocks that came.",
+            f"{here} a rank has {held} bytes of tensors at once. {sizes}: keep no copies of the blocks that "
+            "came, nor scores or outputs of each; three running values are enough.",
         )
         expect(
             kept <= 4 * block,
