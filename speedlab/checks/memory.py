@@ -358,7 +358,7 @@ def run_blocks(answer: Callable[[nn.Sequential, torch.Tensor, Collection[int]], 
             expect(alike, "the output differs from that of the blocks, each run on the output of the one before.")
             lost = [name for name, gradient in out.gradients.items() if gradient is None]
             old = (
-                "Write use_reentrant=False: the old variant loses them where the input needs none. no_grad does, too, "
+                "Write use_reentrant=False: the old variant loses them where the input needs none. So does no_grad, "
                 "and a detach cuts off all blocks before it."
             )
             cause = old if chosen else "Does a no_grad or a detach cut them off?"
