@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -318,14 +319,19 @@ def _answer(opener: urllib.request.OpenerDirector, address: str):
 
 
 def test_lab_prints_an_address_that_answers(tmp_path):
-    """Started as `lab` starts it; Markdown opens as a page beside its contents, and one Ctrl-C ends it."""
+    """Started in a terminal, as `lab` starts it; Markdown opens beside its contents, and one Ctrl-C ends it."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "jupyterlab", "--config=tools/lab/config.py", "--no-browser", f"--port={port}"]
     variables = {**os.environ, **{f"JUPYTER_{kind}_DIR": str(tmp_path / kind) for kind in ("CONFIG", "RUNTIME")}}
     variables.pop("JUPYTER_TOKEN", None)
-    with subprocess.Popen(command, cwd=ROOT, env=variables, stderr=subprocess.PIPE, text=True) as lab:
+    # Without a terminal, Ctrl-C is an exception wherever the server is; raised in a destructor, it would be lost.
+    keyboard, terminal = os.openpty()
+    pipes = {"stdin": terminal, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, cwd=ROOT, env=variables, **pipes, text=True) as lab:
+        too_late = threading.Timer(180, lab.kill)  # reading what it says knows no timeout
+        too_late.start()
         try:
             address = next(line.strip() for line in lab.stderr if line.strip().startswith("http://127.0.0.1"))
             assert "/lab/tree/README.md?token=" in address
@@ -336,10 +342,13 @@ def test_lab_prints_an_address_that_answers(tmp_path):
             layout = address.replace("lab/tree/README.md", "lab/api/workspaces/default")
             assert "@jupyterlab/toc:plugin" in proxy_free.open(layout, timeout=20).read().decode()
             lab.send_signal(signal.SIGINT)
-            lab.stderr.read()
+            assert "Shutting down" in lab.stderr.read()
             assert lab.wait(20) == 0
         finally:
+            too_late.cancel()
             lab.kill()
+            os.close(keyboard)
+            os.close(terminal)
 
 
 @pytest.mark.skipif(not shutil.which("make"), reason="make is not installed")

@@ -232,3 +232,24 @@ def test_a_run_whose_condition_is_named_adds_its_row(outcomes):
     [row] = outcomes[2]
     assert row["condition"] == "in a small house" and row["versions"]["torch"] == importlib.metadata.version("torch")
     assert row["found"]["failed"] == len(failures) and sum(row["found"].values()) == len(outcomes[0])
+
+
+HANGS = """
+import threading
+
+def test_waits_for_ever():
+    threading.Event().wait()
+
+def test_comes_next():
+    assert True
+"""
+
+
+def test_a_test_that_hangs_fails_by_name_and_the_others_go_on(tmp_path):
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    (tmp_path / "test_hangs.py").write_text(HANGS, encoding="utf-8")
+    asked = [sys.executable, "-m", "pytest", "-p", "no:nbval", "-n1"]
+    asked += ["-o", "addopts=", "-o", "faulthandler_timeout=2"]
+    run = subprocess.run(asked, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert "crashed while running 'test_hangs.py::test_waits_for_ever'" in run.stdout
+    assert "1 failed, 1 passed" in run.stdout and "in test_waits_for_ever" in run.stderr
