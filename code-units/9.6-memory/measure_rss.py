@@ -1,6 +1,6 @@
 """Train a small vision transformer for two steps and print by how many bytes this process grew at its peak.
 
-Notebook 1 calls `grown`, which starts this file as a process of its own, because a peak cannot be reset:
+Notebook 1 calls `grown`, which starts this file as a process of its own, because not every system can reset a peak:
 python measure_rss.py BATCH LAYERS WIDTH
 """
 
