@@ -305,10 +305,111 @@ def test_clipped_step_rejects(changes, word, rejects):
 SKIPPED = ("    optimizer.step()", "    if torch.isfinite(norm):\n        optimizer.step()")
 
 
-@pytest.mark.parametrize("change", [(", error_if_nonfinite=False", ""), SKIPPED], ids=["an error", "no step"])
-def test_clipped_step_names_the_overflow_at_which_an_answer_raises(change, verdict):
-    said = verdict("clipped_step", changed(CLIPPED, change))
-    assert said.startswith("not yet right. In 16-mixed, a step after an overflow") and "raised RuntimeError" in said
+def test_clipped_step_names_the_overflow_at_which_an_answer_raises(verdict):
+    said = verdict("clipped_step", changed(CLIPPED, (", error_if_nonfinite=False", "")))
+    assert said.startswith("not yet right. In 16-mixed, at an overflow") and "raised RuntimeError" in said
+
+
+# What an attack on the checks found: accepted then, or told the wrong cause.
+
+TOO_MANY = """
+def answer(fabric, model, optimizer, batches, accumulate_steps):
+    optimizer.zero_grad()
+    for i, (x, y) in enumerate(batches):
+        start = i // accumulate_steps * accumulate_steps
+        group = batches[start : start + accumulate_steps]
+        with fabric.no_backward_sync(model, enabled=i != start + len(group) - 1):
+            fabric.backward(F.cross_entropy(model(x), y) * len(y) / sum(len(b[1]) for b in group))
+        if (i + 1) % accumulate_steps == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+FORWARDS_FIRST = """
+def answer(fabric, model, optimizer, batches, accumulate_steps):
+    for start in range(0, len(batches), accumulate_steps):
+        group, losses = batches[start : start + accumulate_steps], []
+        optimizer.zero_grad()
+        for i, (x, y) in enumerate(group):
+            with fabric.no_backward_sync(model, i + 1 < len(group)):
+                losses.append(F.cross_entropy(model(x), y) * len(y) / sum(len(b[1]) for b in group))
+        for i, loss in enumerate(losses):
+            with fabric.no_backward_sync(model, i + 1 < len(group)):
+                fabric.backward(loss)
+        optimizer.step()
+"""
+BACKWARD, STEP, NORM = "        fabric.backward(loss)\n", "        optimizer.step()\n", "    norm = fabric.clip"
+ZERO = "        optimizer.zero_grad()\n"
+HELD = "        with fabric.no_backward_sync(model):\n            fabric.backward(loss)\n"
+AS_IT_IS = "note each loss as it is"
+FOUND = {
+    "train": (TRAIN, {
+        "autograd.grad": ([(BACKWARD, "        ps = list(bare.parameters())\n"
+                            "        for p, g in zip(ps, torch.autograd.grad(loss, ps)): p.grad = g\n")], "backward"),
+        "never sent": ([(BACKWARD, HELD)], "never sent"),
+        "held back and not zeroed": ([(ZERO, ""), (BACKWARD, HELD)], "not zeroed"),
+        "a step before": ([(ZERO, ZERO + STEP)], "8 optimizer steps for 4 batches"),
+        "zeroed before the step": ([(STEP, ZERO + STEP)], "not removed before"),
+        "two digits": ([("loss.item()", "round(loss.item(), 2)")], AS_IT_IS),
+        "bf16": ([("loss.item()", "loss.bfloat16().item()")], AS_IT_IS),
+        "sorted": ([("    return losses", "    return sorted(losses)")], AS_IT_IS),
+        "sum": ([("labels)", "labels, reduction='sum')")], "take their mean"),
+        "two forwards": ([(ZERO, ZERO + "        model(images)\n")], "counts each of 8 forwards"),
+    }),
+    "accumulate": (ACCUMULATE, {
+        "a tail where there is none": ([(ACCUMULATE, TOO_MANY)], "optimizer steps for"),
+        "without the optimizer": ([("            optimizer.step()\n", "            with torch.no_grad():\n"
+            "                for p in model.parameters(): p -= 0.5 * p.grad\n")], "0 optimizer steps for 4 groups"),
+        "forwards first": ([(ACCUMULATE, FORWARDS_FIRST)], "several forwards before a backward"),
+        "zeroed before the step": ([("            optimizer.step()\n", "            optimizer.zero_grad()\n"
+            "            optimizer.step()\n")], "not removed"),
+    }),
+    "clipped_step": (CLIPPED, {
+        "the sum is clipped": ([(" / len(micro_batches)", ""), ("return norm", "return norm / len(micro_batches)")],
+                               "are the sum, not the mean"),
+        "a step too many": ([("    return norm", "    optimizer.zero_grad()\n    optimizer.step()\n    return norm")],
+                            "4 optimizer steps for 2 calls"),
+        "no step at an overflow": ([SKIPPED], "you make no step"),
+        "zeroed by 0": ([("    optimizer.zero_grad()\n", "    for p in model.parameters():\n"
+            "        if p.grad is not None: p.grad *= 0\n")], "0 times inf is nan"),
+        "measured before": ([(NORM, "    norm = nn.utils.get_total_norm([p.grad for p in model.parameters()])\n"
+            "    fabric.clip")], "Return what `fabric.clip_gradients` returns"),
+    }),
+}  # fmt: skip
+CASES = [(task, source, *case) for task, (source, cases) in FOUND.items() for case in cases.values()]
+NAMES = [f"{task}-{name}" for task, (_, cases) in FOUND.items() for name in cases]
+
+
+@pytest.mark.parametrize(("task", "source", "changes", "words"), CASES, ids=NAMES)
+def test_what_an_attack_passed_is_refused(task, source, changes, words, rejects):
+    rejects(task, changed(source, *changes), words)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        ("losses.append", "fabric.log('loss', loss)\n        losses.append"),
+        ("model(images)", "model.forward(images)"),
+        ("model(images)", "model(input=images)"),
+    ],
+    ids=["it logs", "forward", "by name"],
+)
+def test_what_an_attack_was_refused_is_accepted(change, verdict):
+    assert verdict("train", changed(TRAIN, change)) == "correct"
+
+
+MADE_BEFORE = Fabric(accelerator="cpu", devices=1, precision="16-mixed")
+
+
+def test_the_fabric_that_is_returned_is_judged(verdict):
+    def two():
+        kept = Fabric(accelerator="cpu", devices=1, precision="bf16-mixed")
+        Fabric(accelerator="cpu", devices=1, precision="16-mixed")
+        return kept
+
+    assert verdict("mixed_fabric", two) == "correct"
+    assert "inside your function" in verdict("mixed_fabric", lambda: MADE_BEFORE)
 
 
 def test_clipped_step_rejects_gradients_that_are_never_sent(rejects):

@@ -61,7 +61,8 @@ _CNN = _Task("convolutions with batch norm", (1, 8, 8), functools.partial(torch.
 class _Watched(Fabric):
     """A Fabric on one CPU process that notes what goes past it, and what a group of processes would send.
 
-    `log` holds ("forward", held, images), ("backward", held), ("clip",), ("step",); held: inside `no_backward_sync`.
+    `noted` holds ("forward", held, images), ("backward", held), ("clip",), ("asked",) where the wrapped optimizer's
+    step is called and ("step",) where the bare one steps; held: inside `no_backward_sync`.
     """
 
     def __init__(
@@ -70,17 +71,25 @@ class _Watched(Fabric):
         # with a scaler of its own, 16-mixed works on a CPU too
         scaler = MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=_SCALE))
         super().__init__(accelerator="cpu", devices=1, plugins=scaler if scaled else None)
-        self.log, self.past, self.inside, self.held, self.loader = [], set(), [], False, loader
-        model.register_forward_pre_hook(lambda _, inputs: self._note("model", "forward", self.held, len(inputs[0])))
+        self.noted, self.past, self.inside, self.held, self.loader = [], set(), [], False, loader
+
+        def forward(_, inputs: tuple, named: dict) -> None:
+            self._note("model", "forward", self.held, len([*inputs, *named.values()][0]))
+
+        model.register_forward_pre_hook(forward, with_kwargs=True)
         model[0].weight.register_post_accumulate_grad_hook(lambda _: self._note("backward"))
         optimizer.register_step_pre_hook(lambda *_: self._note("optimizer", "step"))
 
     def _note(self, name: str, *entry) -> None:
         self.past |= set() if name in self.inside else {name}
-        self.log += [entry] if entry else []
+        self.noted += [entry] if entry else []
 
-    def _through(self, name: str, call: Callable) -> Callable:
+    def all_noted(self, kind: str) -> list[tuple]:
+        return [entry for entry in self.noted if entry[0] == kind]
+
+    def _through(self, name: str, call: Callable, *entry) -> Callable:
         def through(*args, **options):
+            self.noted += [entry] if entry else []
             self.inside.append(name)
             try:
                 return call(*args, **options)
@@ -91,13 +100,13 @@ class _Watched(Fabric):
 
     def setup_module(self, module, *args, **options):
         wrapped = super().setup_module(module, *args, **options)
-        wrapped.register_forward_pre_hook(lambda *_: self.inside.append("model"))
-        wrapped.register_forward_hook(lambda *_: self.inside.remove("model"))
+        # past its own __setattr__, which would set this on the module that it wraps, too
+        object.__setattr__(wrapped, "forward", self._through("model", wrapped.forward))
         return wrapped
 
     def setup_optimizers(self, optimizer):
         wrapped = super().setup_optimizers(optimizer)
-        wrapped.step = self._through("optimizer", wrapped.step)
+        wrapped.step = self._through("optimizer", wrapped.step, "asked")
         return wrapped
 
     def setup(self, module, *optimizers, **options):
@@ -108,11 +117,10 @@ class _Watched(Fabric):
         return super().setup_dataloaders(self.loader, **options)  # the one that was handed out is a decoy
 
     def backward(self, tensor, *args, **options):
-        self.log.append(("backward", self.held))
-        return self._through("backward", super().backward)(tensor, *args, **options)
+        return self._through("backward", super().backward, "backward", self.held)(tensor, *args, **options)
 
     def clip_gradients(self, *args, **options):
-        self.log.append(("clip",))
+        self.noted.append(("clip",))
         return super().clip_gradients(*args, **options)
 
     @contextlib.contextmanager
@@ -127,6 +135,11 @@ class _Watched(Fabric):
     def expect_all_through(self) -> None:
         for name, hint in _PAST.items():
             expect(name not in self.past, hint)
+
+    def expect_steps(self, wanted: int, what: str) -> None:
+        made = len(self.all_noted("step"))
+        idle = ". One without gradients changes nothing here, but in 16-mixed the scaler raises an error at it"
+        expect(made == wanted, f"You make {made} optimizer steps for {wanted} {what}{idle * (made > wanted)}.")
 
 
 _PAST = {
@@ -161,12 +174,15 @@ def _plain(task: _Task, seed: int = 0, zero: bool = True, step: bool = True, tra
 
 
 _DECOY = 9
+_NO_BACKWARD = "Not every backward went through the Fabric that you got: call its `backward`, once for each batch."
 _MISTAKES = {
     "You iterate over the loader as it came; with several processes, all would train on the same images. Use what "
     "`fabric.setup_dataloaders(train_loader)` returns.": {"seed": _DECOY},
     "Batch norm uses the batch's statistics in train mode only: call `model.train()`.": {"train": False},
     "Gradients are not zeroed: each step adds to those of the steps before.": {"zero": False},
-    "The weights never move: is the optimizer stepped?": {"step": False},
+    "The weights never move: is the optimizer stepped, on gradients that `zero_grad` has not removed before?": {
+        "step": False
+    },
 }
 
 
@@ -182,15 +198,28 @@ def train(answer: Callable[..., list[float]]) -> None:
             if losses != wanted:
                 step = next(i for i, (got, right) in enumerate(zip(losses, wanted, strict=True)) if got != right)
                 got, right = apart(losses[step], wanted[step], least=6)
-                digits = "Only the last digits differ: are they rounded, or computed in another order?"
                 faults = {hint: functools.partial(_losses, task, **fault) for hint, fault in _MISTAKES.items()}
+                digits = "Only the last digits differ: are they rounded, or computed in another order?"
                 faults = {digits: close(losses, wanted, 1e-4)} | faults
+                faults |= {
+                    "You add up the losses of a batch: take their mean.": close(losses[0], 8 * wanted[0]),
+                    "The first digits agree: note each loss as it is, with all that fp32 holds.": close(
+                        losses, wanted, 1e-2
+                    ),
+                    "The weights are right: note each loss as it is, before its step.": distance(model, plain) == 0,
+                }
                 why = diagnose(losses, faults, "Is the order of the batches, or anything before it, another one?")
-                backward = ("backward", False) in fabric.log
-                why = why if backward else "No backward went through the Fabric that you got: call its `backward`."
+                why = why if fabric.all_noted("backward") else _NO_BACKWARD
                 fail(f"the loss of step {step + 1} is {got}, in plain PyTorch {right}, to the bit. {why}")
-            expect(distance(model, plain) == 0, "the losses are equal, but not the weights: is the last step made?")
+            calls = len(fabric.all_noted("forward"))
+            why = "is the last step made?" if calls == len(wanted) else f"batch norm counts each of {calls} forwards."
+            expect(distance(model, plain) == 0, f"the losses are equal, but not the weights: {why}")
             fabric.expect_all_through()
+            fabric.expect_steps(len(wanted), "batches")
+            backwards = fabric.all_noted("backward")
+            expect(len(backwards) == len(wanted), _NO_BACKWARD)
+            never = "every step is inside `no_backward_sync`: with several processes the gradients are never sent."
+            expect(not any(held for _, held in backwards), never)
 
 
 def _losses(task: _Task, **fault) -> list[float]:
@@ -202,20 +231,21 @@ def _losses(task: _Task, **fault) -> list[float]:
 
 @check("Task 2, one word of precision")
 def mixed_fabric(answer: Callable[[], Fabric]) -> None:
-    asked, begin = [], Fabric.__init__
+    asked, begin = {}, Fabric.__init__
 
     def noting(self, *args, **options):
-        asked.append(inspect.signature(begin).bind(self, *args, **options).arguments.get("precision"))
+        asked[self] = inspect.signature(begin).bind(self, *args, **options).arguments.get("precision")
         begin(self, *args, **options)
 
     with _affordable(), patch.object(Fabric, "__init__", noting):
         fabric = answer()
     expect(fabric is not None, "Nothing came back. Does your function return the Fabric object?")
     expect(isinstance(fabric, Fabric), f"Return a Fabric object, not {type(fabric).__name__}.")
+    expect(fabric in asked, "Make the Fabric inside your function, so that the check sees what you ask for.")
     turned = (
         "You asked for 16-mixed, which is fp16; on a CPU Fabric turns that into bf16-mixed. Ask for what you mean."
     )
-    expect(str(asked[-1:]) not in ("[16]", "['16']", "['16-mixed']"), turned)
+    expect(str(asked[fabric]) not in ("16", "16-mixed"), turned)
     expect(fabric.world_size == 1, f"Your Fabric is for {fabric.world_size} processes; make it for one: `devices=1`.")
     with _affordable():
         _, _, before = _kept(Fabric(accelerator=fabric.device.type, devices=1))
@@ -272,7 +302,8 @@ def _stepped(answer: Callable, task: _Task, lists: list[Batches], last: float, s
 
 def _why_not(model: nn.Module, task: _Task, faults: dict[str, tuple], otherwise: str) -> str:
     """`faults` maps each hint to the arguments of `_steps` with which it is made."""
-    moved, still = distance(model, task.model()), "the weights have not moved: is `optimizer.step()` called?"
+    moved = distance(model, task.model())
+    still = "the weights have not moved: is `optimizer.step()` called, on gradients that `zero_grad` has not removed?"
     runs = {hint: functools.partial(lambda fault: _steps(task, *fault)[0], fault) for hint, fault in faults.items()}
     ends = {still: moved == 0, "there is nan among the weights.": moved == math.inf}
     return diagnose(model, {**ends, **runs}, otherwise)
@@ -281,12 +312,14 @@ def _why_not(model: nn.Module, task: _Task, faults: dict[str, tuple], otherwise:
 def _expect_each_on_its_own(fabric: _Watched, groups: list[Batches]) -> list[bool]:
     """One forward and one backward for each micro-batch, both held back or neither; says which were held back."""
     wanted = [len(labels) for group in groups for _, labels in group]
-    forwards = [entry for entry in fabric.log if entry[0] == "forward"]
-    backwards = [entry[1] for entry in fabric.log if entry[0] == "backward"]
+    forwards, backwards = fabric.all_noted("forward"), [held for _, held in fabric.all_noted("backward")]
     sizes = [images for *_, images in forwards]
     own = "each micro-batch has a forward and a backward of its own, which is what saves memory. You make"
     made = f"{own} forwards of {sizes} images and {len(backwards)} backwards, for micro-batches of {wanted}."
     expect(sizes == wanted and len(backwards) == len(wanted), made)
+    turns = [entry[0] for entry in fabric.noted if entry[0] in ("forward", "backward")]
+    kept = "you make several forwards before a backward, so that all their activations are kept at once"
+    expect(turns == ["forward", "backward"] * len(wanted), f"{kept}: call backward after each forward.")
     torn = "forward and backward of a micro-batch both belong inside `no_backward_sync`: DDP decides in forward."
     expect([held for _, held, _ in forwards] == backwards, torn)
     return backwards
@@ -313,6 +346,7 @@ def accumulate(answer: Callable[..., object]) -> None:
             which = turned if sent == first else f"{sum(sent)} backward passes for {len(groups)} steps"
             rule = "Only the last of a group, also of a short one, needs it: `no_backward_sync(model, enabled=...)`."
             expect(sent == last, f"the weights are right, but gradients are synchronised in {which}. {rule}")
+            fabric.expect_steps(len(groups), "groups")
 
 
 def _why_not_accumulated(model: nn.Module, task: _Task, lists: list, groups: list[Batches], steps: int) -> str:
@@ -335,12 +369,13 @@ def _why_not_accumulated(model: nn.Module, task: _Task, lists: list, groups: lis
 
 @check("Task 4, clipping")
 def clipped_step(answer: Callable[..., float]) -> None:
-    for sizes, max_norm in (((8, 8), 0.05), ((8, 8, 8), 0.2), ((8,), 100.0)):
+    for sizes, max_norm in (((8, 8), 0.05), ((8, 8, 8), 0.2), ((8,), 100.0), ((8, 8), 100.0)):
         task = _Task("an MLP", (6,), _SGD, sizes)
         groups = [task.batches(seed) for seed in range(2)]
         by_norm = functools.partial(nn.utils.clip_grad_norm_, max_norm=max_norm)
         wanted, norms = _steps(task, groups, clip=by_norm)
-        with where(f"With {len(sizes)} micro-batches and max_norm={max_norm:g}, called twice"):
+        groups_of = f"{len(sizes)} micro-batch{'es' * (len(sizes) > 1)}"
+        with where(f"With {groups_of} and max_norm={max_norm:g}, called twice"):
             returned, model, fabric = _stepped(answer, task, groups, max_norm)
             fabric.expect_all_through()
             by_value = functools.partial(nn.utils.clip_grad_value_, clip_value=max_norm)
@@ -359,6 +394,7 @@ def clipped_step(answer: Callable[..., float]) -> None:
             expect(all(was for was, end in zip(sent, ends, strict=True) if end), never)
             every = "gradients are sent in more than the last backward of a step; only that needs it, as in task 3."
             expect(sent == ends, every)
+            fabric.expect_steps(len(groups), "calls")
             _, sums = _steps(task, groups, "not", by_norm)
             for got, norm, of_sum in zip(returned, norms, sums, strict=True):
                 texts = apart(number(got, "the norm before clipping"), norm)
@@ -376,12 +412,23 @@ def _examine_scaled(answer: Callable[..., float]) -> None:
         [got], model, fabric = _stepped(answer, task, [task.batches()], 0.05, scaled=True)
     wanted, [norm] = _steps(task, [task.batches()], clip=functools.partial(nn.utils.clip_grad_norm_, max_norm=0.05))
     said = f"In 16-mixed the loss is scaled, and the gradients with it: you find a norm of {number(got):.4g}, not"
+    clips = bool(fabric.all_noted("clip"))
+    measured = "Return what `fabric.clip_gradients` returns: before it, gradients are scaled, after it, clipped."
     why = "`nn.utils.clip_grad_norm_` does not know the scale; `fabric.clip_gradients` unscales first."
-    expect(close(number(got), norm, 0.05) and distance(model, wanted) < 1e-3, f"{said} {norm:.4g}. {why}")
-    expect(("clip",) in fabric.log, "Clip with `fabric.clip_gradients`, which also knows sharded gradients.")
+    same = close(number(got), norm, 0.05) and distance(model, wanted) < 1e-3
+    expect(same, f"{said} {norm:.4g}. {measured if clips else why}")
+    expect(clips, "Clip with `fabric.clip_gradients`, which also knows sharded gradients.")
     overflow = [(images * 1e6, labels) for images, labels in task.batches()]
-    with where("In 16-mixed, a step after an overflow"):
-        _, model, fabric = _stepped(answer, task, [overflow, task.batches()], 0.05, scaled=True)
-        lower = fabric._strategy.precision.scaler.get_scale() < _SCALE
+    with where("In 16-mixed, at an overflow"):
+        _, _, fabric = _stepped(answer, task, [overflow], 0.05, scaled=True)
         skips = "Call `optimizer.step()` all the same: the scaler leaves that step out, and lowers its scale."
-        expect(lower and distance(model, wanted) < 1e-3, f"the overflow is still felt. {skips}")
+        expect(fabric.all_noted("asked"), f"you make no step. {skips}")
+        lower = fabric._strategy.precision.scaler.get_scale() < _SCALE
+        seen = (
+            "the scaler did not see the overflow, at which it lowers its scale: leave inf and nan in the gradients."
+        )
+        expect(lower, seen)
+    with where("In 16-mixed, a step after an overflow"):
+        _, model, _ = _stepped(answer, task, [overflow, task.batches()], 0.05, scaled=True)
+        nan = "The overflow's inf and nan are still among the gradients (0 times inf is nan): call `zero_grad`."
+        expect(distance(model, wanted) < 1e-3, f"the overflow is still felt. {nan}")
