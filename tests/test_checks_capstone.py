@@ -11,6 +11,7 @@ from notebook_answers import attacks, named
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
 from torch.utils.checkpoint import checkpoint
 
 from speedlab.checks import capstone as checks
@@ -130,11 +131,23 @@ CLIPS = {
     "double": with_norm(stacked, back=torch.Tensor.double),
     "foreach": foreach,
     "two calls": two_calls,
+    "an epsilon, also returned": with_norm(lambda grads: nn.utils.get_total_norm(grads) + 1e-6),
+    "an epsilon under the root": with_norm(lambda grads: (sum(g.square().sum() for g in grads) + 1e-8).sqrt()),
     "torch's own": lambda model, limit: nn.utils.clip_grad_norm_(model.parameters(), limit),
     "torch's, by name": lambda model, limit: torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=limit),
     "torch's, foreach off": lambda model, limit: nn.utils.clip_grad_norm_(model.parameters(), limit, foreach=False),
     "torch's, a list": lambda model, limit: nn.utils.clip_grad_norm_(list(model.parameters()), limit, 2.0),
 }
+
+
+def by_numpy(read):
+    def clip(model, limit):
+        norm = np.linalg.norm([np.linalg.norm(read(grad)) for grad in gradients(model)])
+        for grad in gradients(model):
+            grad.mul_(min(1.0, limit / (norm + 1e-12)))
+        return norm
+
+    return clip
 
 
 def deciding(model, limit):
@@ -211,6 +224,15 @@ WRONG_CLIPS = {
     ),
     "a large epsilon": (with_norm(stacked, lambda n, limit: (limit / (n + 1e-2)).clamp(max=1)), "gradients"),
     "many operations": (wasteful, "operations for"),
+    "an array": (by_numpy(np.asarray), "waits"),
+    "DLPack": (by_numpy(np.from_dlpack), "waits"),
+    "a number at the end": (with_norm(stacked, back=lambda n: np.float64(0) + np.asarray(n)), "waits"),
+    "an epsilon of 1e-5": (with_norm(stacked, lambda n, limit: (limit / (n + 1e-5)).clamp(max=1)), "small gradients"),
+    "no limit below 0.3": (with_norm(stacked, lambda n, limit: (limit / n.clamp(min=0.3)).clamp(max=1)), "gradients"),
+    "fourth powers": (
+        with_norm(lambda grads: sum(g.double().square().sum() for g in grads).float().square().pow(0.25)),
+        "huge gradients",
+    ),
 }
 
 
@@ -313,6 +335,37 @@ def worn(body, head):
         body[0].weight.mul_(0.9)
 
 
+def cached(body, inputs):
+    if not hasattr(body, "features"):
+        body.features = without_grad(body, inputs)
+    return body.features
+
+
+def twice_the_body(body, inputs):
+    without_grad(body, inputs)
+    return without_grad(body, inputs)
+
+
+def gradient_of_features(body, inputs):
+    return body(inputs).detach().requires_grad_()
+
+
+def products_switched_off(body, inputs):
+    for part in body:
+        part.requires_grad_(not isinstance(part, nn.Linear))
+    return body(inputs)
+
+
+def lazily(body, head, optimizer, inputs, labels):
+    yield from checks.slow_step(body, head, optimizer, inputs, labels)
+
+
+def spoiled(body, head, optimizer, inputs, labels):
+    found = trained(without_grad)(body, head, optimizer, inputs, labels)
+    labels.fill_(0)
+    return found
+
+
 def logits_twice(body, head, optimizer, inputs, labels):
     head(without_grad(body, inputs))
     return trained(without_grad)(body, head, optimizer, inputs, labels)
@@ -345,6 +398,12 @@ WRONG_STEPS = {
     "swapped": (trained(without_grad, back=lambda loss, accuracy: (accuracy, loss)), "loss is"),
     "three things": (trained(without_grad, back=lambda loss, accuracy: (loss, accuracy, 0)), "2 things"),
     "nan": (trained(without_grad, back=lambda loss, accuracy: (loss * math.nan, accuracy)), "nan"),
+    "features of the first batch": (trained(cached), "another one in each step"),
+    "the body twice": (trained(twice_the_body), "more than once"),
+    "a gradient of the features": (trained(gradient_of_features), "a gradient of the features"),
+    "products without gradients": (trained(products_switched_off), "still gets gradients"),
+    "patient B, lazily": (lazily, "FLOPs"),
+    "the labels changed": (spoiled, "the batch has changed"),
     "half of the batch": (lambda b, h, o, x, y: trained(without_grad)(b, h, o, x[::2], y[::2]), "loss is"),
 }
 
@@ -420,6 +479,67 @@ def future(q):
     return ~lower(q)
 
 
+WITH_MATRIX = at_once(future)
+
+
+class Recomputed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v):
+        ctx.save_for_backward(q, k, v)
+        return WITH_MATRIX(q, k, v)
+
+    @staticmethod
+    def backward(ctx, slope):
+        with torch.enable_grad():
+            given = [t.detach().requires_grad_() for t in ctx.saved_tensors]
+            return torch.autograd.grad(WITH_MATRIX(*given), given, slope)
+
+
+def in_chunks(q, k, v):
+    """Some queries at a time, computed again in backward."""
+
+    def some(begin, q, k, v):
+        hidden = ~lower(k)[begin : begin + q.shape[2]]
+        return (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(hidden, -math.inf).softmax(-1) @ v
+
+    parts = [
+        checkpoint(some, begin, q[:, :, begin : begin + 64], k, v, use_reentrant=False)
+        for begin in range(0, q.shape[2], 64)
+    ]
+    return torch.cat(parts, 2)
+
+
+ATTENTIONS |= {
+    "a function of its own": Recomputed.apply,
+    "in chunks of queries": in_chunks,
+    "checkpointed": lambda q, k, v: checkpoint(WITH_MATRIX, q, k, v, use_reentrant=False),
+    "checkpointed, reentrant": lambda q, k, v: checkpoint(WITH_MATRIX, q, k, v, use_reentrant=True),
+    "a mask that is none": lambda q, k, v: SDPA(q, k, v, attn_mask=causal_lower_right(q.shape[2], k.shape[2])),
+}
+
+
+def on_the_host(q, k, v):
+    with torch.autograd.graph.save_on_cpu():
+        return WITH_MATRIX(q, k, v)
+
+
+def out_of_sight(q, k, v):
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: [t], lambda kept: kept[0]):
+        return WITH_MATRIX(q, k, v)
+
+
+def in_fours(q, k, v):
+    parts = zip(*(t.split(4, 1) for t in (q, k, v)), strict=True)
+    return torch.cat([SDPA(*part, is_causal=True) for part in parts], 1)
+
+
+def loop_with_a_mask_that_is_none(q, k, v):
+    mask = causal_lower_right(q.shape[2], k.shape[2])
+    return torch.cat(
+        [SDPA(*part, attn_mask=mask) for part in zip(*(t.split(1, 1) for t in (q, k, v)), strict=True)], 1
+    )
+
+
 WRONG_ATTENTIONS = {
     "patient C": (checks.slow_attention, "T × T"),
     "all heads, with the matrix": (at_once(future), "T × T"),
@@ -433,6 +553,10 @@ WRONG_ATTENTIONS = {
         lambda q, k, v: torch.stack([SDPA(q[:, h], k[:, h], v[:, h], is_causal=True) for h in range(q.shape[1])], 1),
         "head"),
     "checkpointed": (in_pieces, "all heads in one call"),
+    "saved on the host": (on_the_host, "T × T"),
+    "saved out of sight": (out_of_sight, "T × T"),
+    "four heads at a time": (in_fours, "all heads in one call"),
+    "a loop with a mask that is none": (loop_with_a_mask_that_is_none, "all heads in one call"),
     "not causal": (SDPA, "causal"),
     "causal the wrong way": (lambda q, k, v: SDPA(q, k, v, attn_mask=lower(q).T), "two tokens"),
     "strictly": (lambda q, k, v: SDPA(q.roll(1, 2), k, v, is_causal=True), "not patient C's"),
@@ -617,6 +741,36 @@ def all_subsets(layers):
     return [again for size in range(len(layers) + 1) for again in itertools.combinations(numbers, size)]
 
 
+def largest_of_all(layers, micro, again):
+    """The bytes where the largest layer is added, whether it is computed again or not."""
+    kept = sum(given if i in again else saved for i, (saved, given, _) in enumerate(layers))
+    return micro * (kept + max(saved for saved, *_ in layers) * bool(again))
+
+
+def fitting(held=checks.peak_of, more=0, sizes=lambda batch: range(1, batch + 1), subsets=None):
+    """The plan of an answer that counts its bytes by `held` against `more` than the limit."""
+
+    def plan(layers, batch, limit, overhead):
+        pairs = itertools.product(sizes(batch), subsets(layers) if subsets else all_subsets(layers))
+        kept = [p for p in pairs if batch % p[0] == 0 and held(layers, *p) <= limit * (1 + more)]
+        return min(kept, key=lambda p: checks.cost_of(layers, batch, overhead, *p), default=None)
+
+    return plan
+
+
+def small_or_all(layers):
+    return [again for again in all_subsets(layers) if len(again) <= 2 or len(again) == len(layers)]
+
+
+def never_the_last_alone(layers):
+    return [again for again in all_subsets(layers) if len(layers) - 1 not in again or len(again) == len(layers)]
+
+
+def twins_as_one(*case):
+    found = planner()(*case)
+    return found and (found[0], [case[0].index(case[0][i]) for i in found[1]])
+
+
 def shaped(form):
     def plan(*case):
         found = planner()(*case)
@@ -714,6 +868,13 @@ WRONG_PLANS = {
     "micro-batch only": (shaped(lambda micro, again: micro), "list of 2"),
     "halves": (shaped(lambda micro, again: (micro + 0.5, again)), "whole number"),
     "a visible case": (lambda *case: (8, []), "bytes"),
+    "the largest of all added": (fitting(largest_of_all), "costs"),
+    "computed again for one micro-batch": (dearer(lambda b, overhead, m, again: (m - b) * again), "costs"),
+    "two layers at most, or all": (fitting(subsets=small_or_all), "costs"),
+    "never the last alone": (fitting(subsets=never_the_last_alone), "costs"),
+    "never one sample": (fitting(sizes=lambda batch: range(2, batch + 1) if batch > 1 else [1]), "plan"),
+    "twins as one": (twins_as_one, "plan"),
+    "a hundredth more": (fitting(more=0.01), "bytes"),
 }
 
 

@@ -52,7 +52,7 @@ _NO_WORK = frozenset(("profiler", "prim"))
 _BETWEEN_PROCESSES = frozenset(("c10d", "_c10d_functional"))
 # Seconds that a loader may take for four batches.
 PATIENCE = 60.0
-_COPIES = frozenset(("cpu", "numpy", "tolist"))
+_COPIES = frozenset(("cpu", "numpy", "tolist", "__array__", "__dlpack__"))
 # By vmap and its like: such a tensor has no storage of its own.
 WRAPPED = torch._C._functorch.is_functorch_wrapped_tensor
 _OURS = tuple(str(Path(file).parent) + os.sep for file in (__file__, torch.__file__))
