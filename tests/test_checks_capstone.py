@@ -401,6 +401,10 @@ WRONG_STEPS = {
     "features of the first batch": (trained(cached), "another one in each step"),
     "the body twice": (trained(twice_the_body), "more than once"),
     "a gradient of the features": (trained(gradient_of_features), "a gradient of the features"),
+    "gradients taken away": (
+        trained(lambda body, x: body(x), after=lambda body, head: body.zero_grad()),
+        "still gets",
+    ),
     "products without gradients": (trained(products_switched_off), "still gets gradients"),
     "patient B, lazily": (lazily, "FLOPs"),
     "the labels changed": (spoiled, "the batch has changed"),
@@ -509,7 +513,12 @@ def in_chunks(q, k, v):
     return torch.cat(parts, 2)
 
 
+HIDDEN = torch.ones(512, 512, dtype=torch.bool).triu(1)
+MADE_BEFORE = at_once(lambda q: HIDDEN[: q.shape[2], : q.shape[2]])
+
 ATTENTIONS |= {
+    "vmap": lambda q, k, v: torch.vmap(lambda *one: SDPA(*one, is_causal=True))(q, k, v),
+    "a mask made before": lambda q, k, v: checkpoint(MADE_BEFORE, q, k, v, use_reentrant=False),
     "a function of its own": Recomputed.apply,
     "in chunks of queries": in_chunks,
     "checkpointed": lambda q, k, v: checkpoint(WITH_MATRIX, q, k, v, use_reentrant=False),
@@ -766,6 +775,12 @@ def never_the_last_alone(layers):
     return [again for again in all_subsets(layers) if len(layers) - 1 not in again or len(again) == len(layers)]
 
 
+def twins_together(layers):
+    """All layers of a kind, or none."""
+    return [again for again in all_subsets(layers) if all((i in again) == (layers.index(x) in again)
+            for i, x in enumerate(layers))]  # fmt: skip
+
+
 def twins_as_one(*case):
     found = planner()(*case)
     return found and (found[0], [case[0].index(case[0][i]) for i in found[1]])
@@ -874,6 +889,7 @@ WRONG_PLANS = {
     "never the last alone": (fitting(subsets=never_the_last_alone), "costs"),
     "never one sample": (fitting(sizes=lambda batch: range(2, batch + 1) if batch > 1 else [1]), "plan"),
     "twins as one": (twins_as_one, "plan"),
+    "twins together": (fitting(subsets=twins_together), "costs"),
     "a hundredth more": (fitting(more=0.01), "bytes"),
 }
 

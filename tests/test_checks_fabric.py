@@ -1,5 +1,6 @@
 """The checks of exercise 8 accept what is right in any style, see a stub, and name the fault of what is wrong."""
 
+import functools
 import warnings
 
 import numpy as np
@@ -348,6 +349,7 @@ FOUND = {
         "autograd.grad": ([(BACKWARD, "        ps = list(bare.parameters())\n"
                             "        for p, g in zip(ps, torch.autograd.grad(loss, ps)): p.grad = g\n")], "backward"),
         "never sent": ([(BACKWARD, HELD)], "never sent"),
+        "forward held": ([("        loss = ", "        with fabric.no_backward_sync(model): loss = ")], "never sent"),
         "held back and not zeroed": ([(ZERO, ""), (BACKWARD, HELD)], "not zeroed"),
         "a step before": ([(ZERO, ZERO + STEP)], "8 optimizer steps for 4 batches"),
         "zeroed before the step": ([(STEP, ZERO + STEP)], "not removed before"),
@@ -392,11 +394,46 @@ def test_what_an_attack_passed_is_refused(task, source, changes, words, rejects)
         ("losses.append", "fabric.log('loss', loss)\n        losses.append"),
         ("model(images)", "model.forward(images)"),
         ("model(images)", "model(input=images)"),
+        (
+            "optimizer = fabric.setup(model, optimizer)",
+            "optimizer, _ = fabric.setup(model, optimizer, scheduler="
+            "torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1.0))",
+        ),
     ],
-    ids=["it logs", "forward", "by name"],
+    ids=["it logs", "forward", "by name", "a scheduler"],
 )
 def test_what_an_attack_was_refused_is_accepted(change, verdict):
     assert verdict("train", changed(TRAIN, change)) == "correct"
+
+
+NESTED = """
+def answer(fabric, model, optimizer, batches, last):
+    with fabric.no_backward_sync(model):
+        return inner(fabric, model, optimizer, batches, last)
+"""
+
+
+@pytest.mark.parametrize(("task", "inner"), [("accumulate", ACCUMULATE), ("clipped_step", CLIPPED)])
+def test_what_is_held_back_around_all_is_never_sent(task, inner, rejects):
+    source = inner.replace("def answer", "def inner") + NESTED
+    rejects(task, changed(source), "never sent" if task == "clipped_step" else "in 0 backward passes")
+
+
+VALIDATES = """            optimizer.step()
+            with torch.no_grad(): model(images)
+"""
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        ("            optimizer.step()\n", VALIDATES),
+        ("model(images)", "torch.utils.checkpoint.checkpoint(model, images, use_reentrant=False)"),
+    ],
+    ids=["validation", "checkpointing"],
+)
+def test_accumulate_accepts_forwards_that_are_no_training(change, verdict):
+    assert verdict("accumulate", changed(ACCUMULATE, change)) == "correct"
 
 
 MADE_BEFORE = Fabric(accelerator="cpu", devices=1, precision="16-mixed")
@@ -408,7 +445,11 @@ def test_the_fabric_that_is_returned_is_judged(verdict):
         Fabric(accelerator="cpu", devices=1, precision="16-mixed")
         return kept
 
-    assert verdict("mixed_fabric", two) == "correct"
+    @functools.cache
+    def kept():
+        return Fabric(accelerator="cpu", devices=1, precision="bf16-mixed")
+
+    assert [verdict("mixed_fabric", answer) for answer in (two, kept, kept)] == ["correct"] * 3
     assert "inside your function" in verdict("mixed_fabric", lambda: MADE_BEFORE)
 
 

@@ -74,7 +74,8 @@ class _Watched(Fabric):
         self.noted, self.past, self.inside, self.held, self.loader = [], set(), [], False, loader
 
         def forward(_, inputs: tuple, named: dict) -> None:
-            self._note("model", "forward", self.held, len([*inputs, *named.values()][0]))
+            counts = torch.is_grad_enabled() and "backward" not in self.inside  # no validation, no recomputation
+            self._note("model", *(("forward", self.held, len([*inputs, *named.values()][0])) if counts else ()))
 
         model.register_forward_pre_hook(forward, with_kwargs=True)
         model[0].weight.register_post_accumulate_grad_hook(lambda _: self._note("backward"))
@@ -109,9 +110,13 @@ class _Watched(Fabric):
         wrapped.step = self._through("optimizer", wrapped.step, "asked")
         return wrapped
 
-    def setup(self, module, *optimizers, **options):
-        module = self.setup_module(module)
-        return (module, *map(self.setup_optimizers, optimizers)) if optimizers else module
+    def setup(self, module, *optimizers, scheduler=None, **options):
+        made = [
+            self.setup_module(module),
+            *map(self.setup_optimizers, optimizers),
+            *([scheduler] if scheduler else []),
+        ]
+        return tuple(made) if len(made) > 1 else made[0]
 
     def setup_dataloaders(self, *loaders, **options):
         return super().setup_dataloaders(self.loader, **options)  # the one that was handed out is a decoy
@@ -125,7 +130,7 @@ class _Watched(Fabric):
 
     @contextlib.contextmanager
     def no_backward_sync(self, module, enabled=True):
-        before, self.held = self.held, bool(enabled)
+        before, self.held = self.held, self.held or bool(enabled)
         try:
             with super().no_backward_sync(module, enabled):
                 yield
@@ -219,7 +224,7 @@ def train(answer: Callable[..., list[float]]) -> None:
             backwards = fabric.all_noted("backward")
             expect(len(backwards) == len(wanted), _NO_BACKWARD)
             never = "every step is inside `no_backward_sync`: with several processes the gradients are never sent."
-            expect(not any(held for _, held in backwards), never)
+            expect(not any(held for _, held, *_ in (*backwards, *fabric.all_noted("forward"))), never)
 
 
 def _losses(task: _Task, **fault) -> list[float]:
@@ -231,21 +236,24 @@ def _losses(task: _Task, **fault) -> list[float]:
 
 @check("Task 2, one word of precision")
 def mixed_fabric(answer: Callable[[], Fabric]) -> None:
-    asked, begin = {}, Fabric.__init__
+    begin = Fabric.__init__
 
     def noting(self, *args, **options):
-        asked[self] = inspect.signature(begin).bind(self, *args, **options).arguments.get("precision")
+        self._asked_for = inspect.signature(begin).bind(self, *args, **options).arguments.get("precision")
         begin(self, *args, **options)
 
     with _affordable(), patch.object(Fabric, "__init__", noting):
         fabric = answer()
     expect(fabric is not None, "Nothing came back. Does your function return the Fabric object?")
     expect(isinstance(fabric, Fabric), f"Return a Fabric object, not {type(fabric).__name__}.")
-    expect(fabric in asked, "Make the Fabric inside your function, so that the check sees what you ask for.")
+    expect(
+        hasattr(fabric, "_asked_for"),
+        "Make the Fabric inside your function, so that the check sees what you ask for.",
+    )
     turned = (
         "You asked for 16-mixed, which is fp16; on a CPU Fabric turns that into bf16-mixed. Ask for what you mean."
     )
-    expect(str(asked[fabric]) not in ("16", "16-mixed"), turned)
+    expect(str(fabric._asked_for) not in ("16", "16-mixed"), turned)
     expect(fabric.world_size == 1, f"Your Fabric is for {fabric.world_size} processes; make it for one: `devices=1`.")
     with _affordable():
         _, _, before = _kept(Fabric(accelerator=fabric.device.type, devices=1))
