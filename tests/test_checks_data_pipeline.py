@@ -1,11 +1,14 @@
 """The checks of exercise 7 accept what is right in any style, see a stub, and name the fault of what is wrong."""
 
+import itertools
 import json
+import operator
 import queue
 import random
 import re
 import threading
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 
@@ -84,6 +87,13 @@ WRONG_FORECASTS = {
         with_seconds(lambda load, step, w: seconds(load, step, 2 ** (w.bit_length() - 1) if w else 0)),
         "workers=3",
     ),
+    "rounded seconds": (with_seconds(lambda *case: round(seconds(*case), 2)), "workers=3", "Do not round"),
+    "the share first": (lambda *case: (share(*case), seconds(*case)), "seconds come first"),
+    "steps per second": (with_seconds(lambda *case: 1 / seconds(*case)), "steps per second"),
+    "one worker too many": (
+        with_seconds(lambda load, step, w: load + step if w == 0 else max(load / (w + 1), step)),
+        "Which takes longer",
+    ),
     "nan": (with_seconds(lambda *case: float("nan")), "nan"),
     "the load over the step": (with_share(lambda load, step, w: load / seconds(load, step, w)), "Divide the waiting"),
     "the working share": (with_share(lambda *case: 1 - share(*case)), "in which it works"),
@@ -111,7 +121,27 @@ def test_forecast_rejects(answer, words, rejects):
 # --- Task 2 ---------------------------------------------------------------------------------------------------------
 
 
-def reader(few=0.1, start=0.5, late=0.5, longest=10, least=1, whole="span", epochs_read=None):
+def share_of_first(epoch):
+    total = sum(got - asked for asked, got, _ in epoch)
+    return (epoch[0][1] - epoch[0][0]) / total if total else 0.0
+
+
+def starting(starts):
+    """The solution, but for what it calls "start"."""
+
+    def diagnose(epochs):
+        kind = reader(start=9)(epochs)
+        return "start" if kind != "model" and starts(epochs) else kind
+
+    return diagnose
+
+
+def every_so_many(epochs):
+    waits = [got - asked for epoch in epochs for asked, got, _ in epoch]
+    return sum(waits[:: len(epochs[0])]) >= sum(waits) / 2
+
+
+def reader(few=0.1, start=0.5, late=0.5, longest=10, least=1, whole="span", epochs_read=None, more=operator.ge):
     """The solution, with its thresholds as options."""
 
     def diagnose(epochs):
@@ -122,12 +152,15 @@ def reader(few=0.1, start=0.5, late=0.5, longest=10, least=1, whole="span", epoc
             "span": epochs[-1][-1][2] - epochs[0][0][0],
             "steps": sum(done - asked for asked, _, done in steps),
             "training": sum(done - got for _, got, done in steps),
+            "to the last asked": epochs[-1][-1][0] - epochs[0][0][0],
+            "to the last got": epochs[-1][-1][1] - epochs[0][0][0],
+            "from the first got": epochs[-1][-1][2] - epochs[0][0][1],
         }[whole]
         if sum(waits) < few * total:
             return "model"
         if sum(epoch[0][1] - epoch[0][0] for epoch in epochs) >= start * sum(waits):
             return "start"
-        if sum(sorted(waits)[-max(least, len(waits) // longest) :]) >= late * sum(waits):
+        if more(sum(sorted(waits)[-max(least, len(waits) // longest) :]), late * sum(waits)):
             return "hiccups"
         return "loader"
 
@@ -168,6 +201,21 @@ WRONG_READERS = {
     "not at least one": (reader(least=0), "seven steps"),
     "without pauses": (reader(whole="steps"), "pauses"),
     "training time only": (reader(whole="training"), "9"),
+    **{f"the time {span}": (reader(whole=span), "four steps") for span in ("to the last asked", "to the last got")},
+    "the time from the first got": (reader(whole="from the first got"), "four steps"),
+    "more than half in the longest tenth": (reader(more=operator.gt), "exactly half", "late step"),
+    "start in all epochs": (
+        starting(lambda epochs: all(share_of_first(x) >= 0.5 for x in epochs)),
+        "its first epoch",
+    ),
+    "start in any epoch": (starting(lambda epochs: any(share_of_first(x) >= 0.5 for x in epochs)), "its first epoch"),
+    "the mean of the epochs": (
+        starting(lambda epochs: sum(map(share_of_first, epochs)) >= 0.5 * len(epochs)),
+        "its first epoch",
+    ),
+    "the start of the first epoch": (starting(lambda epochs: share_of_first(epochs[0]) >= 0.5), "its last epoch"),
+    "the start of the last epoch": (starting(lambda epochs: share_of_first(epochs[-1]) >= 0.5), "its first epoch"),
+    "every epoch as long as the first": (starting(every_so_many), "different lengths"),
     "the first epoch": (reader(epochs_read=1), "first epoch"),
     "hiccups first": (hiccups_first, "'start'"),
     "no kind": (lambda epochs: "gpu", "return one of"),
@@ -308,6 +356,42 @@ def fixed_shuffle(batches, generator):
     return batches
 
 
+def shuffled_but_for(part):
+    """The last `part` of the batches stays sorted, as where a shuffle comes before the last chunk."""
+
+    def shuffle(batches, generator):
+        end = round(len(batches) * part)
+        return drawn(batches[:-end], generator) + batches[-end:] if end else batches
+
+    return shuffle
+
+
+def shuffled_then_sorted(batches, generator):
+    batches = drawn(batches, generator)
+    kept = len(batches) * 6 // 10
+    return batches[:kept] + sorted(batches[kept:], key=len)
+
+
+def spoiling(spoil):
+    def answer(lengths, budget, generator):
+        batches = right_packing(lengths, budget, generator)
+        spoil(lengths)
+        return batches
+
+    return answer
+
+
+def counting():
+    """The generator is used as a counter only: each one gives the same epochs."""
+    epochs = Counter()
+
+    def answer(lengths, budget, generator):
+        epochs[generator] += 1
+        return right_packing(lengths, budget, torch.Generator().manual_seed(epochs[generator]))
+
+    return answer
+
+
 def strided(batches, generator):
     return [batch for start in range(7) for batch in batches[start::7]]
 
@@ -327,6 +411,13 @@ WRONG_PACKINGS = {
     "forty chunks": (packing(40), "larger"),
     "batches in their order": (packing(shuffle=lambda batches, g: batches), "shuffle the batches too"),
     "strided": (packing(shuffle=strided), "shuffle the batches too"),
+    "the last quarter in its order": (
+        packing(shuffle=shuffled_but_for(1 / 4)),
+        "shuffle the batches too, at the end",
+    ),
+    "the last third in its order": (packing(3, shuffle=shuffled_but_for(1 / 3)), "shuffle the batches too"),
+    "the last sixth in its order": (packing(6, shuffle=shuffled_but_for(1 / 6)), "shuffle the batches too"),
+    "two fifths sorted again": (packing(shuffle=shuffled_then_sorted), "shuffle the batches too"),
     "always the same shuffle": (packing(shuffle=fixed_shuffle), "same order in two epochs"),
     "one text per batch": (lambda lengths, b, g: [[i] for i in drawn(list(range(len(lengths))), g)], "fill each up"),
     "never exactly full": (packing(over=-1), "fill each up"),
@@ -334,8 +425,11 @@ WRONG_PACKINGS = {
     "the sum of the lengths": (sums_of_lengths, "longest that decides"),
     "own randomness": (own_randomness, "same seed"),
     "the generator's seed": (by_the_seed, "next epoch", "same batches"),
-    "a sorted input": (sorts_its_input, "fit"),
-    "a spoiled input": (spoils_its_input, "fit"),
+    "any seed": (counting(), "draw from `generator` only", "seeds 1 and 2"),
+    "a sorted input": (sorts_its_input, "changed `lengths`"),
+    "a spoiled input": (spoils_its_input, "changed `lengths`"),
+    "an emptied input": (spoiling(list.clear), "changed `lengths`", "copy"),
+    "an input changed at last": (spoiling(lambda lengths: lengths.insert(0, -1)), "changed `lengths`"),
     "no chunk for three texts": (rounded_down_chunks, "in no batch"),
     "the last one missing": (lambda *case: right_packing(*case)[:-1], "in no batch"),
     "one twice": (lambda *case: (b := right_packing(*case)) + b[:1], "more than once"),
@@ -384,7 +478,16 @@ def test_pairs_that_meet_again_are_counted():
 
 
 def looping(
-    hands_over=True, joins=True, gives_room=True, only=BaseException, slots=None, before=True, none_is_error=False
+    hands_over=True,
+    joins=True,
+    gives_room=True,
+    only=BaseException,
+    slots=None,
+    before=True,
+    none_is_error=False,
+    stops=True,
+    waits=None,
+    caught=Exception,
 ):
     """The solution, with its parts as options."""
 
@@ -398,16 +501,17 @@ def looping(
                     return
                 try:
                     ready.put((load(i), None))
-                except Exception as error:
+                except caught as error:
                     ready.put((None, error if hands_over else StopIteration()))
                     return
 
         def end():
-            stop.set()
+            if stops:
+                stop.set()
             if gives_room:
-                room.release()
+                room.release(1 if stops else count + 1)
             if joins:
-                thread.join()
+                thread.join(waits)
 
         thread = threading.Thread(target=produce, daemon=True)
         thread.start()
@@ -479,6 +583,66 @@ def with_a_bounded_queue(load, step, count, depth=2):
     finally:
         stop.set()
         thread.join()
+
+
+def by_type(load, step, count, depth=2):
+    """An error is told from a batch by its type."""
+
+    def watched(i):
+        try:
+            return load(i)
+        except Exception as error:
+            return error
+
+    def checked(batch):
+        if isinstance(batch, Exception):
+            raise batch
+        step(batch)
+
+    looping()(watched, checked, count, depth)
+
+
+def in_a_pool(ahead):
+    """One worker, and in step i as many loads ahead as `ahead` says, from i, the depth and how many there are."""
+
+    def answer(load, step, count, depth=2):
+        indices, waiting = iter(range(count)), []
+
+        def fill(most):
+            following = itertools.islice(indices, max(0, most - len(waiting)))
+            waiting.extend([pool.submit(load, i) for i in following])
+
+        with ThreadPoolExecutor(1) as pool:
+            try:
+                for i in range(count):
+                    fill(1)
+                    batch = waiting.pop(0).result()
+                    fill(ahead(i, depth, len(waiting)))
+                    step(batch)
+            finally:
+                for future in waiting:
+                    future.cancel()
+
+    return answer
+
+
+def everything_first(load, step, count, depth=2):
+    with ThreadPoolExecutor(1) as pool:
+        batches = list(pool.map(load, range(count)))
+    for batch in batches:
+        step(batch)
+
+
+def one_step_more(load, step, count, depth=2):
+    looping()(load, step, count, depth)
+    step(None)
+
+
+def another_error(load, step, count, depth=2):
+    try:
+        looping()(load, step, count, depth)
+    except Exception as error:
+        raise ValueError(f"again: {error}") from error
 
 
 def plain(load, step, count, depth=2):
@@ -566,6 +730,7 @@ LOOPS = {
     "options": looping(),
     "an executor": with_an_executor,
     "a thread that looks every 50 ms": with_a_bounded_queue,
+    "an executor that fills up at every step": in_a_pool(lambda i, depth, waiting: depth),
 }
 WRONG_LOOPS = {
     "plain": (plain, "0 of 7", "another thread"),
@@ -574,13 +739,23 @@ WRONG_LOOPS = {
     "steps in the thread": (steps_in_the_thread, "in the thread that called you"),
     "release after the step": (looping(before=False), "Give the slot back before the step"),
     "one slot, whatever the depth": (looping(slots=1), "Make use of `depth`"),
+    "depth ahead at first, then one": (in_a_pool(lambda i, depth, _: 1 if i else depth), "end of step 1", "`depth`"),
+    "in bursts": (in_a_pool(lambda i, depth, waiting: waiting or depth), "end of step 1", "only 2", "Make use of"),
+    "no load ahead": (in_a_pool(lambda i, depth, waiting: 0), "Begin load i + 1 before step i", "if you have slots"),
+    "everything first": (everything_first, "0 of 7", "Begin load i + 1 before step i"),
     "no join": (looping(joins=False), "still runs"),
+    "a join that gives up": (looping(waits=0.05), "still runs", "join it"),
+    "a join that gives up at once": (looping(waits=0.001), "still runs", "join it"),
+    "room without a stop": (looping(stops=False), "after Ctrl-C in step 2", "to batch 7", "set the event"),
     "clean-up for Ctrl-C only": (looping(only=KeyboardInterrupt), "still runs"),
     "futures as batches": (without_result, "call `result()`"),
     "None is an error": (looping(none_is_error=True), "no batch"),
     "errors swallowed": (looping(hands_over=False), "as if nothing had happened"),
     "the error before its turn": (raises_at_once, "train on them"),
     "Ctrl-C swallowed": (swallows_ctrl_c, "Ctrl-C", "swallow"),
+    "a step's error in another one": (another_error, "your loop raised ValueError('again", "replace"),
+    "an error known by its type": (by_type, "raised batch 1", "any object"),
+    "one step more": (one_step_more, "`step` was called 9 times for 8 batches"),
     "backwards": (backwards, "the steps had"),
     "no step": (lambda load, step, count, depth=2: [load(i) for i in range(count)], "the steps had"),
     "nothing": (lambda load, step, count, depth=2: None, "were loaded"),
@@ -600,15 +775,23 @@ def test_train_overlapped_rejects(answer, words, rejects, verdict):
     rejects("train_overlapped", answer, *words)
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize(
-    "answer",
-    named(
-        {"an endless loop": endless, "an error that is lost": hangs_on_an_error, "no room": looping(gives_room=False)}
+    ("answer", "words"),
+    attacks(
+        {
+            "an endless loop": (endless,),
+            "an error that is lost": (hangs_on_an_error,),
+            "no room": (looping(gives_room=False), "when step 2 raises Ctrl-C"),
+            "an error of another kind": (looping(caught=ValueError), "when loading batch 3 raises an OSError"),
+        }
     ),
 )
-def test_a_loop_that_hangs_is_told(answer, verdict):
+def test_a_loop_that_hangs_is_told(answer, words, verdict, monkeypatch):
+    monkeypatch.setattr(checks, "_LIMIT", 2.0)
     said = verdict("train_overlapped", answer)
     assert said.startswith("not yet right.") and ("had not ended" in said or "still runs" in said), said
+    assert all(word in said for word in words), said
 
 
 def leaves(load, step, count, depth=2):

@@ -36,16 +36,20 @@ def forecast(answer: Callable[[float, float, int], tuple[float, float]]) -> None
             seconds, share = number(got[0], "The time of a step"), number(got[1], "The share of waiting")
             plain, paced = load + step, load / max(workers, 1)
             wanted = plain if workers == 0 else max(paced, step)
+            waits = 1 - step / wanted
             added = workers > 0 and (close(seconds, paced + step) or close(seconds, plain))
             hints = {
                 "That is in milliseconds; return seconds.": 1000 * wanted,
+                "That is steps per second; return seconds per step.": 1 / wanted,
+                "The seconds come first, then the share.": close(seconds, waits) and close(share, wanted),
+                "Do not round it.": any(close(seconds, round(wanted, digits)) for digits in range(2, 6)),
                 "Without workers nothing overlaps: loading and training take turns.": workers == 0,
                 "With workers, loading and training happen at the same time: do not add their times.": added,
                 "The slower of the two sets the pace, not the faster one.": min(paced, step),
                 "Each of the workers makes a batch in `load` seconds; together they make more.": max(load, step),
             }
-            _agree("the seconds per step, in the long run,", seconds, wanted, hints, "Divide `load` by the workers.")
-            waits = 1 - step / wanted
+            slower = "Which takes longer: a batch from all the workers together, or a step?"
+            _agree("the seconds per step, in the long run,", seconds, wanted, hints, slower)
             hints = {
                 "That is the share in which it works.": 1 - waits,
                 "Return a share from 0 to 1, not percent.": 100 * waits,
@@ -128,12 +132,20 @@ def recordings() -> Iterator[tuple[str, Trace]]:
         wait = 0.25 * waiting / (1 - waiting)
         yield f"a loop that waits {waiting:.0%} of the time", recording([[wait] * 20, [wait] * 20])
     yield "a loop whose first epoch has no wait", recording([[0.0] * 8, [0.5] * 30])
+    # a span that begins at the first `got`, or ends at the last `asked` or `got`, is too short by enough to matter
+    yield "a loop of four steps that waits 9.5% of the time", recording([[0.095 / 0.905, 0.0, 0.0, 0.0]])
     yield "a loop that pauses between two epochs", recording([[0.028] * 20, [0.028] * 20], pause=1.0)
     for share in (0.45, 0.48, 0.52):
         epochs = [_spread(share, 1, (0,), 20)] * 3
         yield f"a loop with {share:.0%} of the waiting in the first steps", recording(epochs)
     yield "a loop with exactly half of it in the first step", recording([[1.0, *[0.125] * 8]], train=1.0)
-    yield "a loop of epochs of different lengths", recording([_spread(0.6, 1, (0,), n) for n in (5, 30, 12)])
+    for lengths in ((5, 30, 12), (12, 20, 9)):
+        yield "a loop of epochs of different lengths", recording([_spread(0.6, 1, (0,), n) for n in lengths])
+    for heavy, light in ((0.9, 0.05), (0.2, 0.9)):  # all epochs together, not each one, nor their mean
+        uneven = [_spread(heavy, 1, (0,), 20), _spread(light, 1, (0,), 20, total=8.0)]
+        yield "a loop that waits most in its first epoch", recording(uneven)
+        yield "a loop that waits most in its last epoch", recording(uneven[::-1])
+    yield "a loop with exactly half of it in one late step", recording([[*[0.125] * 4, 1.0, *[0.125] * 4]], train=1.0)
     for share in (0.47, 0.53):
         late = _spread(share, 5, (5, 11, 20, 33, 41), 50)
         yield f"a loop with {share:.0%} of the waiting in the longest tenth", recording([late[:25], late[25:]])
@@ -215,19 +227,22 @@ def bucket_batches(answer: Callable[[list[int], int, torch.Generator], Plan]) ->
             plans = [_plan(answer, lengths, budget, generator) for _ in range(2 if len(lengths) > 9 else 1)]
             if len(lengths) < 9:
                 continue
-            fresh = torch.Generator().manual_seed(1)
+            fresh, other = (torch.Generator().manual_seed(seed) for seed in (1, 2))
             same = _plan(answer, lengths, budget, fresh) == plans[0]
             expect(same, "two generators with the same seed gave different batches: draw from `generator` only.")
             _examine_padding(plans[0], lengths, budget)
             _examine_chance(plans, lengths)
+            same = _plan(answer, lengths, budget, other) in plans
+            expect(not same, "draw from `generator` only: seeds 1 and 2 gave the same batches.")
     generator = torch.Generator().manual_seed(2)
     _examine_order([_plan(answer, large[1][0], 4000, generator) for _ in range(8)], large[1][0])
 
 
 def _plan(answer: Callable, lengths: list[int], budget: int, generator: torch.Generator) -> Plan:
     """One epoch's batches: each text in one of them, none over the budget. The generator goes on."""
-    what = "the plan of an epoch"
-    batches = [sequence(b, "a batch") for b in sequence(answer(list(lengths), budget, generator), what)]
+    what, given = "the plan of an epoch", list(lengths)
+    batches = [sequence(b, "a batch") for b in sequence(answer(given, budget, generator), what)]
+    expect(given == lengths, "your function changed `lengths`: the next epoch needs it. Work on a copy.")
     batches = [[i if type(i) is int else whole(i, "an index") for i in batch] for batch in batches]
     expect(all(batches), "one of your batches is empty.")
     used = Counter(i for batch in batches for i in batch)
@@ -264,6 +279,9 @@ def _examine_chance(plans: list[Plan], lengths: list[int]) -> None:
     alike = [_correlation(means[:-lag], means[lag:]) for lag in range(1, len(means) // 2)]
     waves = "the lengths of your batches rise and fall in a pattern: shuffle the batches too, at the end."
     expect(max(alike, default=0.0) <= 0.5, waves)
+    # and no part of the epoch is left sorted: by chance, 30 batches in a row do that once in 10^8 times
+    parts = [abs(_correlation(range(30), means[begin : begin + 30])) for begin in range(len(means) - 29)]
+    expect(max(parts, default=0.0) <= 0.85, waves)
 
 
 def _examine_order(plans: list[Plan], lengths: list[int]) -> None:
@@ -286,14 +304,17 @@ def _correlation(x: Sequence[float], y: Sequence[float]) -> float:
 class _Stage:
     """A loader and a model that watch each other: what was begun when, without a clock that decides."""
 
-    def __init__(self, count: int, depth: int, meet: bool = True, broken: tuple = (), interrupt: tuple = ()):
+    def __init__(
+        self, count: int, depth: int, meet: bool = True, broken: tuple = (), interrupt: tuple = (), busy: bool = False
+    ):
         self.count, self.depth, self.meet, self.patience = count, depth, meet, _PATIENCE
-        self.broken, self.interrupt = broken, interrupt
+        self.broken, self.interrupt, self.busy = broken, interrupt, busy
         self.begun, self.stepped = ([threading.Event() for _ in range(count)] for _ in range(2))
         self.loaded, self.trained = [], []
-        self.seen, self.most_ahead, self.loader = set(), 0, None
+        self.seen, self.ahead, self.loader = set(), [], None
         self.caller, self.step_threads, self.error, self.left = None, set(), None, []
-        self.batches = [None if i == 2 else object() for i in range(count)]  # None is a batch like any other
+        # None is a batch like any other, and so is an exception
+        self.batches = [{1: ValueError("a batch"), 2: None}.get(i, object()) for i in range(count)]
 
     def _wait(self, event: threading.Event) -> bool:
         met = event.wait(self.patience)
@@ -308,8 +329,8 @@ class _Stage:
             raise self.broken[1]
         if self.meet and index and self._wait(self.stepped[index - 1]):
             self.seen.add(("load", index))
-        if self.interrupt and index > self.interrupt[0]:
-            time.sleep(0.2)  # so that a thread that nobody joins is still at work
+        if self.busy and index == self.interrupt[0] + self.depth:
+            time.sleep(0.3)  # so that a thread that nobody joins, or not for long, is still at work
         return self.batches[index]
 
     def step(self, batch: object) -> None:
@@ -319,22 +340,23 @@ class _Stage:
         if index >= self.count:
             return
         self.stepped[index].set()
-        if self.meet and index + 1 < self.count and self._wait(self.begun[index + 1]):
-            self.seen.add(("step", index))
-        if not self.meet and index == 0:
-            self._wait(self.begun[min([self.depth, self.count - 1, *self.broken[:1]])])
-        if not self.meet:
-            time.sleep(0.05 if index else 0.3)  # time enough to run ahead too far, or for a later load to fail
+        if self.meet:
+            if index + 1 < self.count and self._wait(self.begun[index + 1]):
+                self.seen.add(("step", index))
+            return
+        self._wait(self.begun[min([index + self.depth, self.count - 1, *self.broken[:1]])])
         if self.interrupt and index == self.interrupt[0]:
-            time.sleep(0.3)  # the thread waits for room by now
+            time.sleep(0.0 if self.busy else 0.1)  # the thread still loads, or waits for room by now
             raise self.interrupt[1]
-        self.most_ahead = max(self.most_ahead, len(self.loaded) - index - 1)
+        if not self.interrupt:
+            time.sleep(0.05)  # time enough to run ahead too far, or for a later load to fail
+        self.ahead.append(len(self.loaded) - index - 1)
 
     def overlaps(self) -> int:
         return sum({("step", i), ("load", i + 1)} <= self.seen for i in range(self.count - 1))
 
 
-def _play(answer: Callable, stage: _Stage) -> _Stage:
+def _play(answer: Callable, stage: _Stage, story: str = "") -> _Stage:
     """Run the learner's loop; whatever it raises is kept, and so are the threads that it leaves behind."""
     before = set(threading.enumerate())
 
@@ -347,7 +369,7 @@ def _play(answer: Callable, stage: _Stage) -> _Stage:
         me = threading.current_thread()
         stage.left = [t for t in threading.enumerate() if t not in before and t is not me and t.is_alive()]
 
-    with where(f"With count={stage.count} and depth={stage.depth}"):
+    with where(f"With count={stage.count} and depth={stage.depth}{story}"):
         core.side_by_side(call, seconds=_LIMIT)
         end = "In a `finally`, tell it to stop, give it room in case it waits for that, and join it."
         expect(not stage.left, f"a thread of yours still runs when your loop has ended. {end}")
@@ -364,18 +386,38 @@ def train_overlapped(answer: Callable) -> None:
         stage = _play(answer, _Stage(count, depth, meet))
         with where(f"With count={count} and depth={depth}"):
             if stage.error is not None:
+                by_type = any(stage.error is batch for batch in stage.batches)
+                how = "A batch may be any object: hand over with it whether loading has failed."
+                expect(not by_type, f"your loop raised batch 1, which is an exception. {how}")
                 raise stage.error
             _examine_loop(stage)
-    for story, error in (("Ctrl-C", KeyboardInterrupt()), ("a ValueError", ValueError("the loss is nan"))):
-        stage = _play(answer, _Stage(8, 2, meet=False, interrupt=(2, error)))
-        expect(stage.error is error, f"{story} during a step must end your loop with that error; do not swallow it.")
-    broken = ValueError("00003.jpg cannot be decoded")
-    stage = _play(answer, _Stage(8, 4, meet=False, broken=(3, broken)))
-    said = f"your loop raised {stage.error!r}" if stage.error else "your loop ended as if nothing had happened"
-    hand = "ready.get().result() raises the loader's error in your loop: let it pass."
-    expect(stage.error is broken, f"Loading batch 3 raises a ValueError that names its file, and {said}. {hand}")
-    good = "Batches 0, 1 and 2 are good: train on them before you raise the error of batch 3"
-    expect(stage.trained == [0, 1, 2], f"{good}; trained: {stage.trained}.")
+    errors = (("Ctrl-C", KeyboardInterrupt()), ("a ValueError", ValueError("the loss is nan")))
+    for (story, error), busy in itertools.product(errors, (False, True)):
+        stage = _Stage(8, 2, meet=False, interrupt=(2, error), busy=busy)
+        _play(answer, stage, f", when step 2 raises {story}")
+        rule = f"{story} during a step must end your loop with that error, and {_ended(stage)}"
+        expect(stage.error is error, f"{rule}; do not {'replace' if stage.error else 'swallow'} it.")
+        last = max(stage.loaded)
+        on = f"after {story} in step 2 your thread loaded on, to batch {last}"
+        # one more may begin while the loop ends
+        expect(last <= 3 + stage.depth, f"{on}: set the event before you give it room.")
+    errors = (
+        ("a ValueError", ValueError("00003.jpg cannot be decoded")),
+        ("an OSError", OSError("00003.jpg is gone")),
+    )
+    for story, broken in errors:
+        stage = _Stage(8, 4, meet=False, broken=(3, broken))
+        _play(answer, stage, f", when loading batch 3 raises {story}")
+        rule = f"Loading batch 3 raises {story} that names its file, and {_ended(stage)}"
+        hand = "ready.get().result() raises the loader's error in your loop: let it pass."
+        expect(stage.error is broken, f"{rule}. {hand}")
+        good = "Batches 0, 1 and 2 are good: train on them before you raise the error of batch 3"
+        expect(stage.trained == [0, 1, 2], f"{good}; trained: {stage.trained}.")
+
+
+def _ended(stage: _Stage) -> str:
+    error = stage.error
+    return "your loop ended as if nothing had happened" if error is None else f"your loop raised {error!r}"
 
 
 def _examine_loop(stage: _Stage) -> None:
@@ -383,17 +425,23 @@ def _examine_loop(stage: _Stage) -> None:
     other = "None is a batch like any other." if stage.loaded == [0, 1, 2] else ""
     some = f"of {stage.count} batches, these were loaded: {stage.loaded}. {other}"
     expect(sorted(stage.loaded) == everything, some)
+    calls = len(stage.trained)
+    expect(calls <= stage.count, f"`step` was called {calls} times for {stage.count} batches.")
     how = "Keep their order; 2 was None."
     if any(isinstance(getattr(batch, "__self__", batch), Future) for batch in stage.trained):
         how = "These are no batches yet: call `result()`."
     expect(stage.trained == everything, f"the steps had the batches {stage.trained}. {how}")
     if stage.meet:
         alone = stage.loader in (None, stage.caller)
-        how = "Begin to load before the step, in another thread." if alone else "Give the slot back before the step."
+        begin = "Begin load i + 1 before step i, and wait for it only after that step."
+        slot = f"{begin} Give the slot back before the step, if you have slots."
+        how = "Begin to load before the step, in another thread." if alone else slot
         few = f"only {overlaps} of {stage.count - 1} steps ran while the next batch was being loaded. {how}"
         expect(overlaps >= stage.count - 1, few)
         return
-    most, wanted = stage.most_ahead, min(stage.depth, max(stage.count - 1, 0))
     room = "Take a slot before you load, and give it back when the trainer takes the batch."
-    expect(most <= wanted, f"the loader ran {most} batches ahead; {wanted} are allowed. {room}")
-    expect(most == wanted, f"only {most} batches were begun ahead, of {wanted}. Make use of `depth`.")
+    for index, ahead in enumerate(stage.ahead):
+        expect(ahead <= stage.depth, f"the loader ran {ahead} batches ahead; {stage.depth} are allowed. {room}")
+        wanted = min(stage.depth, stage.count - 1 - index)
+        few = f"by the end of step {index} only {ahead} batches were begun ahead, of {wanted}"
+        expect(ahead == wanted, f"{few}. Make use of `depth`.")
