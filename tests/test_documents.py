@@ -120,6 +120,20 @@ def test_a_lesson_has_its_anatomy(name):
 
 
 @pytest.mark.parametrize("name", NOTEBOOKS)
+def test_a_line_break_breaks_no_formula_and_no_quotation(name):
+    """A line that begins with "- " or "+ " is a bullet, also in the middle of a formula; ">" belongs to each line."""
+    for paragraph in re.split(r"\n\s*\n", re.sub(r"(?ms)^```.*?^```", "", markdown_of(NOTEBOOKS[name]))):
+        first, *others = paragraph.strip("\n").split("\n")
+        quoted = [line.startswith(">") for line in others if first.startswith(">")]
+        assert all(quoted), f"{name}: a quotation whose lines do not all begin with '>':\n{paragraph}"
+        assert not re.search(r", > \w", paragraph), f"{name}: a '>' within a sentence:\n{paragraph}"
+        for number, line in enumerate(others):
+            bullet = re.match(r"\s*[-+*] ", line)
+            open_ = "\n".join([first, *others[:number]]).replace("\\$", "").count("$") % 2
+            assert not (bullet and open_), f"{name}: a formula is broken before {line!r}"
+
+
+@pytest.mark.parametrize("name", NOTEBOOKS)
 def test_a_notebook_is_light_and_normalised(name):
     notebook = NOTEBOOKS[name]
     assert (ROOT / name).stat().st_size < 800_000, f"{name}: smaller figures"

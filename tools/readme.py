@@ -120,8 +120,8 @@ def results_page() -> str:
         "",
         "A run is marked as noisy where other work took more than half the cores, or where one rate of a matrix "
         "product, before or after the run, was more than 1.15 times the other; and where several notebooks ran at "
-        "once, as on the H200. (Those were run by an earlier script, which went on after a cell that failed, named "
-        "some, and stopped a notebook earlier than today's.) A product that was measured once, around a short run, "
+        "once, as on the H200. (Those were run by an earlier script, with a shorter time limit. It went on after a "
+        "cell that failed, and named only some of these.) A product that was measured once, around a short run, "
         "cannot show drift.",
     ]
     files = {path.stem: load(path) for path in FOLDER.glob("*.json")}
