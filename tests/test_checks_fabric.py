@@ -436,9 +436,6 @@ def test_accumulate_accepts_forwards_that_are_no_training(change, verdict):
     assert verdict("accumulate", changed(ACCUMULATE, change)) == "correct"
 
 
-MADE_BEFORE = Fabric(accelerator="cpu", devices=1, precision="16-mixed")
-
-
 def test_the_fabric_that_is_returned_is_judged(verdict):
     def two():
         kept = Fabric(accelerator="cpu", devices=1, precision="bf16-mixed")
@@ -450,7 +447,8 @@ def test_the_fabric_that_is_returned_is_judged(verdict):
         return Fabric(accelerator="cpu", devices=1, precision="bf16-mixed")
 
     assert [verdict("mixed_fabric", answer) for answer in (two, kept, kept)] == ["correct"] * 3
-    assert "inside your function" in verdict("mixed_fabric", lambda: MADE_BEFORE)
+    made_before = silenced()
+    assert "inside your function" in verdict("mixed_fabric", lambda: made_before)
 
 
 def test_clipped_step_rejects_gradients_that_are_never_sent(rejects):

@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from speedlab import count
 from speedlab.checks.core import apart, ask, check, choices, close, diagnose, expect, number, sequence, where, whole
 from speedlab.diagnose import Counts, Job, counts
+from speedlab.diagnose.jobs import tensors
 
 # --- Tasks 1 to 3: the patients as they came ------------------------------------------------------------------------
 
@@ -260,7 +261,7 @@ class _Calls(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         self.made += 1
-        self.given |= {storage.data_ptr() for storage in _storages(args)} - self.results.keys()
+        self.given |= {storage.data_ptr() for storage in _storages((args, kwargs))} - self.results.keys()
         out = func(*args, **(kwargs or {}))
         self.results |= {storage.data_ptr(): weakref.ref(storage) for storage in _storages(out)}
         return out
@@ -272,10 +273,9 @@ class _Calls(TorchFunctionMode):
 
 
 def _storages(value: object) -> Iterator[torch.UntypedStorage]:
-    for thing in value if isinstance(value, tuple | list) else [value]:
-        if isinstance(thing, torch.Tensor):
-            with contextlib.suppress(NotImplementedError, RuntimeError):  # inside vmap a tensor has none
-                yield thing.untyped_storage()
+    for tensor in tensors(value):
+        with contextlib.suppress(NotImplementedError, RuntimeError):  # inside vmap a tensor has none
+            yield tensor.untyped_storage()
 
 
 def _operations(work: Callable[[], object]) -> int:
@@ -369,11 +369,16 @@ def at_most(answer: Callable[[dict[str, float], dict[str, float]], float]) -> No
 Layer = tuple[int, int, int]
 
 
-def peak_of(layers: list[Layer], micro: int, again: Iterable[int]) -> int:
-    """Bytes of a micro-batch: what is kept, inputs of layers computed again, and the largest of those."""
+def kept_by(layers: list[Layer], micro: int, again: Iterable[int]) -> int:
+    """Bytes that a micro-batch keeps for backward: what layers save, of those computed again the inputs."""
     again = set(again)
-    kept = sum(given if i in again else saved for i, (saved, given, _) in enumerate(layers))
-    return micro * (kept + max((layers[i][0] for i in again), default=0))
+    return micro * sum(given if i in again else saved for i, (saved, given, _) in enumerate(layers))
+
+
+def peak_of(layers: list[Layer], micro: int, again: Iterable[int]) -> int:
+    """Bytes of a micro-batch: what is kept, and the largest of the layers that are computed again."""
+    again = set(again)
+    return kept_by(layers, micro, again) + micro * max((layers[i][0] for i in again), default=0)
 
 
 def cost_of(layers: list[Layer], batch: int, overhead: int, micro: int, again: Iterable[int]) -> int:
@@ -424,10 +429,8 @@ def _examine_plan(got: object, layers: list[Layer], batch: int, limit: int, over
     again = {whole(i, "A layer's number", 0, len(layers) - 1) for i in sequence(again, "The layers")}
     expect(batch % micro == 0, f"micro-batches of {micro} do not divide a batch of {batch}.")
     peak, cost = peak_of(layers, micro, again), cost_of(layers, batch, overhead, micro, again)
-    kept = {
-        p: peak_of(layers, *p) - p[0] * max((layers[i][0] for i in p[1]), default=0) for p in _plans(layers, batch)
-    }
-    forgot = min(cost_of(layers, batch, overhead, *p) for p, size in kept.items() if size <= limit)
+    light = [p for p in _plans(layers, batch) if kept_by(layers, *p) <= limit]
+    forgot = min(cost_of(layers, batch, overhead, *p) for p in light)
     hint = "While a layer is computed again, all that it saves is there: add the largest, times micro."
     hint = hint if cost == forgot else ""
     expect(peak <= limit, f"your plan {micro, sorted(again)} needs {peak} bytes, and {limit} are there. {hint}")
