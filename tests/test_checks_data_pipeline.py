@@ -8,6 +8,7 @@ import random
 import re
 import threading
 import time
+import weakref
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
@@ -67,6 +68,7 @@ FORECASTS = {
     "numbers of numpy": lambda *case: (np.float64(seconds(*case)), np.float32(share(*case))),
     "arrays without dimensions": lambda *case: (np.array(seconds(*case)), np.array(share(*case))),
     "tensors": lambda *case: (torch.tensor(seconds(*case)), torch.tensor([share(*case)])),
+    "the share in fp32": with_share(lambda *case: 1 - case[1] / torch.tensor(seconds(*case)).item()),
     "a tensor": lambda *case: torch.tensor([seconds(*case), share(*case)], dtype=torch.float64),
     "fractions": lambda *case: (Fraction(seconds(*case)), Fraction(share(*case))),
     "the wait over the whole": lambda load, step, w: (
@@ -188,7 +190,33 @@ def hiccups_first(epochs):
     return reader()(epochs) if kind == "loader" else kind
 
 
+def total_of(epochs):
+    return epochs[-1][-1][2] - epochs[0][0][0]
+
+
+def by_the_longest_steps(epochs):
+    """Looks at the steps that took longest, not at those that waited longest."""
+    took = sorted((done - asked, got - asked) for epoch in epochs for asked, got, done in epoch)
+    waits = [wait for _, wait in took]
+    first = sum(epoch[0][1] - epoch[0][0] for epoch in epochs)
+    if sum(waits) < 0.1 * total_of(epochs):
+        return "model"
+    if first >= 0.5 * sum(waits):
+        return "start"
+    return "hiccups" if sum(waits[-max(1, len(waits) // 10) :]) >= 0.5 * sum(waits) else "loader"
+
+
+def from_done_to_got(epochs):
+    """A wait begins where the step before was done, not where the next batch was asked for."""
+    return reader()([
+        [(epoch[i - 1][2] if i else asked, got, done) for i, (asked, got, done) in enumerate(epoch)]
+        for epoch in epochs
+    ])  # fmt: skip
+
+
 WRONG_READERS = {
+    "the longest steps": (by_the_longest_steps, "longest steps wait little"),
+    "from done to got": (from_done_to_got, "logs after each step"),
     **{f"always {kind}": (lambda epochs, kind=kind: kind, "of the whole time") for kind in checks.KINDS},
     "model below 2%": (reader(few=0.02), "'model'"),
     "model below 20%": (reader(few=0.2), "11"),
@@ -396,9 +424,25 @@ def strided(batches, generator):
     return [batch for start in range(7) for batch in batches[start::7]]
 
 
+def by_numpy(lengths, max_tokens, generator):
+    drawn_by_numpy = np.random.default_rng(int(torch.randint(2**31, (1,), generator=generator)))
+    inner = torch.Generator().manual_seed(int(drawn_by_numpy.integers(2**31)))
+    return right_packing(lengths, max_tokens, inner)
+
+
+_ASKED = weakref.WeakKeyDictionary()
+
+
+def by_its_own_count(lengths, max_tokens, generator):
+    """Draws nothing from the generator: counts how often it was given."""
+    _ASKED[generator] = turn = _ASKED.get(generator, 0) + 1
+    return right_packing(lengths, max_tokens, torch.Generator().manual_seed(1000 * generator.initial_seed() + turn))
+
+
 PACKINGS = {
     **{f"{chunks} chunks": packing(chunks) for chunks in (3, 4, 6, 8, 12, 16)},
     "tensors in a tuple": with_tensors,
+    "numpy's generator, seeded from the generator": by_numpy,
     "a generator": as_a_generator,
     "from the longest on, in numpy's integers": from_longest,
     "one that sorts a copy of its own": lambda lengths, *rest: right_packing([*lengths], *rest),
@@ -425,7 +469,8 @@ WRONG_PACKINGS = {
     "the sum of the lengths": (sums_of_lengths, "longest that decides"),
     "own randomness": (own_randomness, "same seed"),
     "the generator's seed": (by_the_seed, "next epoch", "same batches"),
-    "any seed": (counting(), "draw from `generator` only", "seeds 1 and 2"),
+    "counted, not drawn": (by_its_own_count, "does not follow from the state of `generator`"),
+    "any seed": (counting(), "does not follow from the state of `generator`"),
     "a sorted input": (sorts_its_input, "changed `lengths`"),
     "a spoiled input": (spoils_its_input, "changed `lengths`"),
     "an emptied input": (spoiling(list.clear), "changed `lengths`", "copy"),
@@ -633,6 +678,55 @@ def everything_first(load, step, count, depth=2):
         step(batch)
 
 
+def goes_on(load, step, count, depth=2):
+    """Raises the error of a step at the end, after the batches that are left."""
+    errors = []
+
+    def tried(batch):
+        try:
+            step(batch)
+        except BaseException as error:
+            errors.append(error)
+
+    looping()(load, tried, count, depth)
+    if errors:
+        raise errors[0]
+
+
+def steps_again(load, step, count, depth=2):
+    def tried(batch):
+        try:
+            step(batch)
+        except BaseException:
+            step(batch)
+            raise
+
+    looping()(load, tried, count, depth)
+
+
+KEPT = ThreadPoolExecutor(1)
+KEPT.submit(int).result()
+
+
+def in_a_pool_of_its_own(load, step, count, depth=2):
+    """A pool that is there before and after: what it still loads goes on."""
+    waiting = [KEPT.submit(load, i) for i in range(min(depth, count))]
+    for i in range(count):
+        batch = waiting.pop(0).result()
+        if i + depth < count:
+            waiting.append(KEPT.submit(load, i + depth))
+        try:
+            step(batch)
+        except BaseException:
+            for future in waiting:
+                future.cancel()
+            raise
+
+
+def from_one(load, step, count, depth=2):
+    looping()(lambda i: load(i + 1), step, count, depth)
+
+
 def one_step_more(load, step, count, depth=2):
     looping()(load, step, count, depth)
     step(None)
@@ -733,6 +827,9 @@ LOOPS = {
     "an executor that fills up at every step": in_a_pool(lambda i, depth, waiting: depth),
 }
 WRONG_LOOPS = {
+    "goes on after an error": (goes_on, "step 2 raised Ctrl-C", "stop at once"),
+    "steps again after an error": (steps_again, "stop at once"),
+    "a pool that outlives the loop": (in_a_pool_of_its_own, "still runs"),
     "plain": (plain, "0 of 7", "another thread"),
     "a load before the step, without a thread": (without_a_thread, "0 of 7", "another thread"),
     "all at once": (all_at_once, "ran", "ahead", "slot"),
@@ -746,7 +843,7 @@ WRONG_LOOPS = {
     "no join": (looping(joins=False), "still runs"),
     "a join that gives up": (looping(waits=0.05), "still runs", "join it"),
     "a join that gives up at once": (looping(waits=0.001), "still runs", "join it"),
-    "room without a stop": (looping(stops=False), "after Ctrl-C in step 2", "to batch 7", "set the event"),
+    "room without a stop": (looping(stops=False), "after Ctrl-C in step 2", "to batch 7", "tell it to stop before"),
     "clean-up for Ctrl-C only": (looping(only=KeyboardInterrupt), "still runs"),
     "futures as batches": (without_result, "call `result()`"),
     "None is an error": (looping(none_is_error=True), "no batch"),
@@ -783,7 +880,7 @@ def test_train_overlapped_rejects(answer, words, rejects, verdict):
             "an endless loop": (endless,),
             "an error that is lost": (hangs_on_an_error,),
             "no room": (looping(gives_room=False), "when step 2 raises Ctrl-C"),
-            "an error of another kind": (looping(caught=ValueError), "when loading batch 3 raises an OSError"),
+            "an error of another kind": (looping(caught=ValueError), "when loading batch 7 raises an OSError"),
         }
     ),
 )
@@ -796,6 +893,10 @@ def test_a_loop_that_hangs_is_told(answer, words, verdict, monkeypatch):
 
 def leaves(load, step, count, depth=2):
     raise SystemExit(1)
+
+
+def test_a_batch_that_does_not_exist_is_told(verdict):
+    assert "`load` was called with 8; there are batches 0 to 7" in verdict("train_overlapped", from_one)
 
 
 def test_a_loop_that_leaves_python_is_told(verdict):

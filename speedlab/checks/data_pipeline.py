@@ -53,30 +53,36 @@ def forecast(answer: Callable[[float, float, int], tuple[float, float]]) -> None
             hints = {
                 "That is the share in which it works.": 1 - waits,
                 "Return a share from 0 to 1, not percent.": 100 * waits,
-                "Waiting is never negative.": share < 0,
+                "Waiting is never negative.": share < -1e-6,
                 "Do not round it.": abs(share - waits) < 0.01,
             }
             text = f"the model works {step:g} of {wanted:g} s; the share that it waits"
-            _agree(text, share, waits, hints, "Divide the waiting by the whole step.")
+            _agree(text, share, waits, hints, "Divide the waiting by the whole step.", absolute=1e-6)  # fp32 will do
 
 
-def _agree(what: str, got: float, wanted: float, faults: dict, otherwise: str) -> None:
+def _agree(what: str, got: float, wanted: float, faults: dict, otherwise: str, absolute: float = 1e-9) -> None:
     right, said = apart(wanted, got)
-    same = close(got, wanted, absolute=1e-9)
+    same = close(got, wanted, absolute=absolute)
     expect(same, lambda: f"{what} is {right}; you say {said}. {core.diagnose(got, faults, otherwise)}")
 
 
 # --- Task 2 ---------------------------------------------------------------------------------------------------------
 
 
-def recording(waits: Sequence[Sequence[float]], train: float = 0.25, pause: float = 0.0) -> Trace:
-    """A recording with these waits, a list per epoch, in seconds; between epochs the loop pauses, to validate."""
+def recording(
+    waits: Sequence[Sequence[float]], train: float | Sequence[float] = 0.25, pause: float = 0.0, gap: float = 0.0
+) -> Trace:
+    """A recording with these waits, a list per epoch, in seconds; `train` may be a list of each step's seconds.
+
+    Between epochs the loop pauses, to validate; after each step there is a gap, to log, before it asks again.
+    """
     now, recorded = 48.0, []
     for epoch in waits:
         steps = []
-        for wait in epoch:
-            steps.append((now, now + wait, now + wait + train))
-            now = steps[-1][2]
+        for place, wait in enumerate(epoch):
+            done = now + wait + (train if isinstance(train, float) else train[place])
+            steps.append((now, now + wait, done))
+            now = done + gap
         recorded.append(steps)
         now += pause
     return recorded
@@ -152,6 +158,9 @@ def recordings() -> Iterator[tuple[str, Trace]]:
     rounded = _spread(0.485, 5, (5, 11, 20, 33, 41), 59)
     rounded[50] += 0.5
     yield "a loop of 59 steps", recording([rounded])
+    yield "a loop that logs after each step", recording([[0.02] * 20], gap=0.3)
+    uneven = [50.0, *[0.1] * 9, 50.0, *[0.1] * 9]
+    yield "a loop whose longest steps wait little", recording([_spread(0.53, 2, (5, 15), 20)], train=uneven)
     for share in (0.3, 0.6):
         yield "a loop of seven steps", recording([_spread(share, 1, (4,), 7)])
 
@@ -223,17 +232,18 @@ def bucket_batches(answer: Callable[[list[int], int, torch.Generator], Plan]) ->
     for lengths, budget in (*((few, 20) for few in small), *large, (lengths_of("two lengths", 4000), 2000)):
         few = f"lengths {lengths} and a budget of {budget}"
         with where(f"For {few if len(lengths) < 9 else f'{len(lengths):,} lengths and a budget of {budget:,}'}"):
-            generator = torch.Generator().manual_seed(1)
-            plans = [_plan(answer, lengths, budget, generator) for _ in range(2 if len(lengths) > 9 else 1)]
+            generator, fresh, later = (torch.Generator().manual_seed(1) for _ in range(3))
+            plans = [_plan(answer, lengths, budget, generator)]
             if len(lengths) < 9:
                 continue
-            fresh, other = (torch.Generator().manual_seed(seed) for seed in (1, 2))
+            later.set_state(generator.get_state())
+            plans.append(_plan(answer, lengths, budget, generator))
             same = _plan(answer, lengths, budget, fresh) == plans[0]
             expect(same, "two generators with the same seed gave different batches: draw from `generator` only.")
             _examine_padding(plans[0], lengths, budget)
             _examine_chance(plans, lengths)
-            same = _plan(answer, lengths, budget, other) in plans
-            expect(not same, "draw from `generator` only: seeds 1 and 2 gave the same batches.")
+            follows = _plan(answer, lengths, budget, later) == plans[1]
+            expect(follows, "the next epoch does not follow from the state of `generator`: draw from it only.")
     generator = torch.Generator().manual_seed(2)
     _examine_order([_plan(answer, large[1][0], 4000, generator) for _ in range(8)], large[1][0])
 
@@ -310,7 +320,7 @@ class _Stage:
         self.count, self.depth, self.meet, self.patience = count, depth, meet, _PATIENCE
         self.broken, self.interrupt, self.busy = broken, interrupt, busy
         self.begun, self.stepped = ([threading.Event() for _ in range(count)] for _ in range(2))
-        self.loaded, self.trained = [], []
+        self.loaded, self.loading, self.trained = [], set(), []
         self.seen, self.ahead, self.loader = set(), [], None
         self.caller, self.step_threads, self.error, self.left = None, set(), None, []
         # None is a batch like any other, and so is an exception
@@ -322,6 +332,15 @@ class _Stage:
         return met
 
     def load(self, index: int) -> object:
+        self.loading.add(index)
+        try:
+            return self._load(index)
+        finally:
+            self.loading.discard(index)
+
+    def _load(self, index: int) -> object:
+        if not 0 <= index < self.count:
+            raise IndexError(f"`load` was called with {index}; there are batches 0 to {self.count - 1}")
         self.loaded.append(index)
         self.loader = threading.get_ident()
         self.begun[index].set()
@@ -337,7 +356,7 @@ class _Stage:
         index = len(self.trained)
         self.trained.append(self.batches.index(batch) if batch in self.batches else batch)
         self.step_threads.add(threading.get_ident())
-        if index >= self.count:
+        if index >= self.count or (self.interrupt and index > self.interrupt[0]):
             return
         self.stepped[index].set()
         if self.meet:
@@ -358,7 +377,7 @@ class _Stage:
 
 def _play(answer: Callable, stage: _Stage, story: str = "") -> _Stage:
     """Run the learner's loop; whatever it raises is kept, and so are the threads that it leaves behind."""
-    before = set(threading.enumerate())
+    before, loading = set(threading.enumerate()), []
 
     def call() -> None:
         stage.caller = threading.get_ident()
@@ -366,13 +385,14 @@ def _play(answer: Callable, stage: _Stage, story: str = "") -> _Stage:
             answer(stage.load, stage.step, stage.count, stage.depth)
         except BaseException as error:
             stage.error = error
+        loading.extend(stage.loading)  # by a thread that was there before, too
         me = threading.current_thread()
         stage.left = [t for t in threading.enumerate() if t not in before and t is not me and t.is_alive()]
 
     with where(f"With count={stage.count} and depth={stage.depth}{story}"):
         core.side_by_side(call, seconds=_LIMIT)
         end = "In a `finally`, tell it to stop, give it room in case it waits for that, and join it."
-        expect(not stage.left, f"a thread of yours still runs when your loop has ended. {end}")
+        expect(not (stage.left or loading), f"a thread of yours still runs when your loop has ended. {end}")
         expect(
             stage.step_threads <= {stage.caller},
             "`step` must run in the thread that called you, and `load` in another one.",
@@ -397,22 +417,23 @@ def train_overlapped(answer: Callable) -> None:
         _play(answer, stage, f", when step 2 raises {story}")
         rule = f"{story} during a step must end your loop with that error, and {_ended(stage)}"
         expect(stage.error is error, f"{rule}; do not {'replace' if stage.error else 'swallow'} it.")
+        expect(len(stage.trained) == 3, f"step 2 raised {story}, and you called `step` again: stop at once.")
         last = max(stage.loaded)
         on = f"after {story} in step 2 your thread loaded on, to batch {last}"
         # one more may begin while the loop ends
-        expect(last <= 3 + stage.depth, f"{on}: set the event before you give it room.")
+        expect(last <= 3 + stage.depth, f"{on}: tell it to stop before you give it room.")
     errors = (
-        ("a ValueError", ValueError("00003.jpg cannot be decoded")),
-        ("an OSError", OSError("00003.jpg is gone")),
+        ("a ValueError", 3, ValueError("00003.jpg cannot be decoded")),
+        ("an OSError", 7, OSError("00007.jpg is gone")),
     )
-    for story, broken in errors:
-        stage = _Stage(8, 4, meet=False, broken=(3, broken))
-        _play(answer, stage, f", when loading batch 3 raises {story}")
-        rule = f"Loading batch 3 raises {story} that names its file, and {_ended(stage)}"
+    for story, place, broken in errors:
+        stage = _Stage(8, 4, meet=False, broken=(place, broken))
+        _play(answer, stage, f", when loading batch {place} raises {story}")
+        rule = f"Loading batch {place} raises {story} that names its file, and {_ended(stage)}"
         hand = "ready.get().result() raises the loader's error in your loop: let it pass."
         expect(stage.error is broken, f"{rule}. {hand}")
-        good = "Batches 0, 1 and 2 are good: train on them before you raise the error of batch 3"
-        expect(stage.trained == [0, 1, 2], f"{good}; trained: {stage.trained}.")
+        good = f"Batches 0 to {place - 1} are good: train on them before you raise the error of batch {place}"
+        expect(stage.trained == [*range(place)], f"{good}; trained: {stage.trained}.")
 
 
 def _ended(stage: _Stage) -> str:
