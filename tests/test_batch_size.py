@@ -33,17 +33,19 @@ def lesson() -> dict:
 
 
 class Network(nn.Module):
-    """With everything that a finder could forget: dropout, a buffer that is not saved, a frozen part in eval mode."""
+    """With all that a finder could forget: dropout, a buffer not saved, one that is replaced, a part in eval mode."""
 
     def __init__(self):
         super().__init__()
         self.body = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))
         self.register_buffer("samples", torch.zeros(1))
         self.register_buffer("calls", torch.zeros(1), persistent=False)
+        self.register_buffer("mean", torch.zeros(1))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
         self.samples += len(x)
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean()  # a new tensor in the buffer's place
         return self.body(x)
 
 
@@ -104,6 +106,7 @@ def test_the_fingerprint_sees_every_kind_of_change(lesson):
         "a flag": lambda t: t.model.train(),
         "a statistic": lambda t: t.model.samples.add_(1),
         "an unsaved buffer": lambda t: t.model.calls.add_(1),
+        "a buffer replaced": lambda t: setattr(t.model, "mean", t.model.mean + 1),
         "torch's random numbers": lambda t: torch.rand(1),
         "Python's random numbers": lambda t: random.random(),
     }

@@ -121,16 +121,15 @@ def test_a_lesson_has_its_anatomy(name):
 
 @pytest.mark.parametrize("name", NOTEBOOKS)
 def test_a_line_break_breaks_no_formula_and_no_quotation(name):
-    """A line that begins with "- " or "+ " is a bullet, also in the middle of a formula; ">" belongs to each line."""
+    """A formula in a sentence stands on one line (cut, its rest may read as a bullet); ">" belongs to each line."""
     for paragraph in re.split(r"\n\s*\n", re.sub(r"(?ms)^```.*?^```", "", markdown_of(NOTEBOOKS[name]))):
         first, *others = paragraph.strip("\n").split("\n")
         quoted = [line.startswith(">") for line in others if first.startswith(">")]
         assert all(quoted), f"{name}: a quotation whose lines do not all begin with '>':\n{paragraph}"
         assert not re.search(r", > \w", paragraph), f"{name}: a '>' within a sentence:\n{paragraph}"
-        for number, line in enumerate(others):
-            bullet = re.match(r"\s*[-+*] ", line)
-            open_ = "\n".join([first, *others[:number]]).replace("\\$", "").count("$") % 2
-            assert not (bullet and open_), f"{name}: a formula is broken before {line!r}"
+        for number, line in enumerate([first, *others]):
+            so_far = re.sub(r"`[^`]*`|\\\$|\$\$", "", "\n".join([first, *others][: number + 1]))
+            assert so_far.count("$") % 2 == 0, f"{name}: a formula is broken after {line!r}"
 
 
 @pytest.mark.parametrize("name", NOTEBOOKS)
