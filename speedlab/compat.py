@@ -18,6 +18,9 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from speedlab import machine
 
+# torch's key of a compiled graph leaves out the instruction set that its code was written for. With another (after
+# ATEN_CPU_CAPABILITY=avx2, or on another processor) that code, compiled anew, writes beyond its arrays.
+torch.compiler.config.cache_key_tag += torch.backends.cpu.get_cpu_capability()
 # Room that torch.compile's cache needs: kernels are small, but the precompiled header of one compiler takes 160 MB.
 _CACHE_ROOM = 2**28
 NO_COMPILER = (
@@ -87,13 +90,11 @@ def _user() -> str:
 def half_products(where: torch.device | str = "cpu") -> contextlib.AbstractContextManager:
     """Make 16-bit training affordable on a CPU that has no hardware for it; `where` is the device that trains.
 
-    Inside this context, matrix products, convolutions and attention on bf16 or fp16 CPU tensors are computed in fp32
-    and rounded once to the 16-bit type, which is what matrix hardware does (exact products, fp32 sums). The numbers,
-    the dtypes and what autograd keeps are those of 16-bit training; the time is not, and is never shown as such.
-    On a GPU, and with a type that is fast here, the context does nothing.
+    Inside it, matrix products, convolutions and attention on bf16 or fp16 CPU tensors are computed in fp32, rounded
+    once to the 16-bit type, as matrix hardware does (exact products, fp32 sums). Numbers, dtypes and what autograd
+    keeps are those of 16-bit training; the time is not. On a GPU, and with a type that is fast here, it does nothing.
     """
-    # on a machine with a GPU, the probe says nothing about the CPU
-    unknown = machine.device().type != "cpu"
+    unknown = machine.device().type != "cpu"  # where there is a GPU, the probe says nothing about the CPU
     slow = [machine.DTYPES[name] for name in ("bf16", "fp16") if unknown or not machine.is_fast(name)]
     return _ProductsInFp32(slow) if slow and torch.device(where).type == "cpu" else contextlib.nullcontext()
 
@@ -107,8 +108,7 @@ class _ProductsInFp32(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        # else torch.compile does nothing inside this context
-        return True
+        return True  # else torch.compile does nothing inside this context
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         product = self._PRODUCTS.search(func._schema.name)

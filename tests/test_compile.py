@@ -102,6 +102,26 @@ def test_a_full_disk_is_said(tmp_path, monkeypatch):
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] != str(tmp_path / "cache")
 
 
+FOUND = """
+import torch
+from torch._dynamo.utils import counters
+from speedlab import compat
+compiled = compat.compiler("cpu")
+print(compiled and counters["inductor"]["fxgraph_cache_hit"])
+"""
+
+
+def test_a_graph_compiled_for_other_instructions_is_not_taken_from_the_cache(tmp_path):
+    """torch would take it: code for eight numbers at a time, compiled for sixteen, wrote beyond an array of eight."""
+    places = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
+    held = [{"ATEN_CPU_CAPABILITY": "default"}, {"ATEN_CPU_CAPABILITY": "default"}, {}]
+    answers = [python(FOUND, **places, **more) for more in held]
+    found = [answer.stdout.strip() for answer in answers]
+    if found[0] == "None":
+        pytest.skip("no C++ compiler here")
+    assert found == ["0", "1", "0"], [answer.stderr for answer in answers]
+
+
 SLOW_GUARDS = """
 import warnings, torch._dynamo.guards as guards
 from types import SimpleNamespace
