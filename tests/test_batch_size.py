@@ -104,6 +104,7 @@ def test_the_fingerprint_sees_every_kind_of_change(lesson):
         "a moment": lambda t: t.optimizer.state[t.model.body[0].weight]["exp_avg"].mul_(2),
         "the schedule": lambda t: t.scheduler.step(),
         "a flag": lambda t: t.model.train(),
+        "a frozen weight": lambda t: t.model.body[0].weight.requires_grad_(False),
         "a statistic": lambda t: t.model.samples.add_(1),
         "an unsaved buffer": lambda t: t.model.calls.add_(1),
         "a buffer replaced": lambda t: setattr(t.model, "mean", t.model.mean + 1),

@@ -816,7 +816,6 @@ RIGHT_INT8 = [
     int8(made=lambda q, s: [q, s]),
     int8(made=lambda q, s: Quantized(numbers=q, scales=s)),
     int8(made=lambda q, s: (q, s[:, 0])),
-    int8(made=lambda q, s: (q, s.T)),
     int8(made=lambda q, s: (q, s.flatten().tolist())),
     int8(made=lambda q, s: (q, nn.Parameter(s))),
     int8(made=lambda q, s: (q.numpy(), s.numpy())),
@@ -940,7 +939,11 @@ def of_the_tensor(weight):
             (int8(refuse=lambda weight: refuse(weight[:, :1])), "in row 0, column 1"),
             (int8(refuse=lambda weight: refuse(weight[:2])), "in row 2, column 1"),
             (divided_in_place, "change the weight"),
-            (blanked, "error"),
+            (blanked, "change the weight"),
+            (int8(lambda w: w.abs_().amax(1, keepdim=True).clamp(min=1e-9) / 127), "change the weight"),
+            (int8(lambda w: w.abs().amax(1, keepdim=True) / 127 + 1e-6), "floor under your scale"),
+            (int8(made=lambda q, s: (q, s.T)), "the scales have shape (1, 12)"),
+            (int8(made=lambda q, s: (q, s[..., None])), "the scales have shape (12, 1, 1)"),
             (int8(numbers=lambda steps: steps.round().neg().char()), "Divide a row by the scale"),
             (int8(made=lambda q, s: (q, s.ceil().int())), "scales are int32"),
             (int8(made=lambda q, s: (q, s.bfloat16())), "scales are bfloat16"),
@@ -1203,6 +1206,16 @@ def slices(network, keep):
     return nn.Sequential(one, network[1], two)
 
 
+def the_whole_first_bias(one, two, network, stay):
+    if one.bias is not None:
+        one.bias = nn.Parameter(network[0].bias.detach().clone())
+
+
+def a_cut_second_bias(one, two, network, stay):
+    if two.bias is not None:
+        two.bias = nn.Parameter(two.bias.detach()[: len(stay)].clone())
+
+
 class Twice(Block):
     def forward(self, x):
         return (super().forward(x) + super().forward(x)) / 2
@@ -1258,6 +1271,10 @@ class Twice(Block):
             (cut(join=lambda *_: nn.Sequential()), "0 linear layers"),
             (cut(join=Twice), "run both layers once"),
             (lambda network, keep: cut()(network, keep) if keep == 5 else copy.deepcopy(network), "keep=4"),
+            (cut(spoil=lambda one, two, network, stay: network.requires_grad_(False)), "you freeze the network"),
+            (cut(spoil=lambda one, two, network, stay: network.eval()), "or change its mode"),
+            (cut(spoil=the_whole_first_bias), "the first bias has 12 numbers for 5 neurons"),
+            (cut(spoil=a_cut_second_bias), "the second bias has 5 numbers"),
         ]
     ),
 )
@@ -1453,6 +1470,24 @@ def without_hard(soft, hard, alpha):
     return alpha * soft
 
 
+@torch.no_grad()
+def a_training_copy(teacher, images):
+    return copy.deepcopy(teacher).train()(images)
+
+
+@torch.no_grad()
+def with_dropout_left_on(teacher, images):
+    for module in teacher.modules():
+        module.train(not isinstance(module, nn.BatchNorm1d))
+    return teacher(images)
+
+
+def in_eval_for_a_moment(student, *rest):
+    loss = distilled()(student.eval(), *rest)
+    student.train()
+    return loss
+
+
 @pytest.mark.filterwarnings("ignore:reduction")
 @pytest.mark.parametrize(
     ("answer", "words"),
@@ -1484,7 +1519,10 @@ def without_hard(soft, hard, alpha):
             (distilled(soft=lambda a, b, t: 0 * a.sum()), "arrives at the student"),
             (distilled(add=without_hard), "missing"),
             (distilled(add=lambda soft, hard, alpha: soft + hard), "wrong"),
-            (distilled(add=lambda soft, hard, alpha: alpha * hard + (1 - alpha) * soft), "alpha weighs the soft"),
+            (
+                distilled(add=lambda soft, hard, alpha: alpha * hard + (1 - alpha) * soft),
+                "alpha and 1 - alpha are exchanged",
+            ),
             (distilled(hard=lambda logits, labels: F.cross_entropy(logits, labels, reduction="sum")), "wrong"),
             (distilled(hard=lambda logits, labels: F.cross_entropy(logits, labels.flip(0))), "wrong"),
             (distilled(before=lambda student, teacher, images: student.eval()), "train mode"),
@@ -1499,6 +1537,10 @@ def without_hard(soft, hard, alpha):
             (swapped_models, "arrives at the student"),
             (under_another_flag, "wrong"),
             (lambda *_: torch.zeros((), requires_grad=True), "arrives at the student"),
+            (distilled(add=lambda soft, hard, alpha: hard), "The soft loss is missing"),
+            (distilled(a_training_copy), "the teacher runs in train mode"),
+            (distilled(with_dropout_left_on), "the teacher runs in train mode"),
+            (in_eval_for_a_moment, "the student runs in eval mode"),
         ]
     ),
 )
@@ -1692,6 +1734,30 @@ def other_bias(base, down, up, alpha):
     return layer
 
 
+def adapted_on_a_frozen_base(x, base, *rest):
+    return adapted(x, base.requires_grad_(False), *rest)
+
+
+def on_a_thawed_base(base, *rest):
+    return merged(base.requires_grad_(), *rest)
+
+
+def with_a_scaled_up(base, down, up, alpha):
+    layer = merged(base, down, up, alpha)
+    up.data *= alpha / len(down)
+    return layer
+
+
+def with_the_base_twice(x, base, down, up, alpha):
+    return adapted(x, base, down, up, alpha) + 0 * base(x)
+
+
+def with_a_gradient_of_the_base(x, base, down, up, alpha):
+    both = F.linear(x, torch.cat([base.weight, down]))
+    out = both[..., : len(base.weight)] + alpha / len(down) * both[..., len(base.weight) :] @ up.T
+    return out if base.bias is None else out + base.bias
+
+
 def under_no_grad(*arguments):
     with torch.no_grad():
         return adapted(*arguments)
@@ -1729,9 +1795,9 @@ def full(value):
                 ((made(form=lambda pair: [None, None]), adapted, merged), "nn.Parameters"),
                 ((made(kind=lambda tensor: tensor), adapted, merged), "nn.Parameters"),
                 ((made(kind=lambda tensor: tensor.requires_grad_()), adapted, merged), "registers no other tensor"),
-                ((made(freeze=lambda base: None), adapted, merged), "Freeze the base"),
+                ((made(freeze=lambda base: None), adapted, merged), "adapter leaves the base trainable"),
                 ((made(freeze=lambda base: base.weight.requires_grad_(False)), adapted, merged), "all of it"),
-                ((made(freeze=lambda base: base.eval()), adapted, merged), "Freeze the base"),
+                ((made(freeze=lambda base: base.eval()), adapted, merged), "adapter leaves the base trainable"),
                 ((made(freeze=reset), adapted, merged), "changes the weights"),
                 ((adapter, lambda x, base, *_: base(x), merged), "never learns"),
                 ((adapter, lambda x, base, *_: base(x) + 0 * x.sum(), merged), "never learns"),
@@ -1754,11 +1820,17 @@ def full(value):
                 ((adapter, with_a_detached("down"), merged), "gradient of down "),
                 ((adapter, with_a_detached("up"), merged), "no gradient arrives"),
                 ((adapter, with_a_detached("middle"), merged), "gradient of x "),
-                ((adapter, the_full_change, merged), "Do not form up @ down"),
-                ((adapter, the_full_product, merged), "Do not form up @ down"),
+                ((adapter, the_full_change, merged), "Form neither up @ down"),
+                ((adapter, the_full_product, merged), "Form neither up @ down"),
                 ((adapter, adapted, into_the_base), "have changed"),
                 ((adapter, adapted, without_bias), "having a bias"),
-                ((adapter, adapted, other_bias), "what merged gives is wrong"),
+                ((adapter, adapted, other_bias), "Its bias is not the base's"),
+                ((made(freeze=lambda base: None), adapted_on_a_frozen_base, merged), "adapter leaves the base"),
+                ((adapter, adapted, on_a_thawed_base), "trainable again"),
+                ((adapter, adapted, with_a_scaled_up), "down or up has changed"),
+                ((made(up=lambda *s: 1e-6 * torch.randn(*s)), adapted, merged), "begin as zeros"),
+                ((adapter, with_the_base_twice, merged), "Run the base, down and up once each"),
+                ((adapter, with_a_gradient_of_the_base, merged), "nor a gradient of the base's weight"),
                 ((adapter, adapted, merged_by(lambda scale, up, down: up @ down)), "no scale"),
                 ((adapter, adapted, merged_by(lambda scale, up, down: 2 * scale * up @ down)), "there twice"),
                 ((adapter, adapted, merged_by(lambda scale, up, down: scale**2 * up @ down)), "scale is there twice"),

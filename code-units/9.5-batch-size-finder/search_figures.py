@@ -14,7 +14,7 @@ from speedlab import plots
 
 def digest(model: torch.nn.Module, *others) -> str:
     """A hash of every bit of the parts' state, of gradients and flags, and of all generators of random numbers."""
-    modes = [module.training for module in model.modules()]
+    modes = [module.training for module in model.modules()], [p.requires_grad for p in model.parameters()]
     tree = [part.state_dict() for part in (model, *others)], [p.grad for p in model.parameters()], modes
     numbers = random.getstate(), np.random.get_state(), torch.get_rng_state(), torch.cuda.get_rng_state_all()
     leaves = [leaf.cpu().numpy() if isinstance(leaf, torch.Tensor) else leaf for leaf in tree_leaves((tree, numbers))]

@@ -93,8 +93,8 @@ def _why(model: nn.Module, wanted: nn.Module) -> str:
     hints = {
         "It has not been trained at all.": not took,
         f"It was made without step {missing[:1]}.": bool(missing),
-        f"It was made by {len(took)} steps, so it goes on from a model that was further already. Take the lengths "
-        "from the shortest on, and copy before a cooldown.": len(took) > len(due),
+        f"It was made by {len(took)} steps, so it goes on from a model that was further already, at least in part. "
+        "Take the lengths from the shortest on, and copy the pair before a cooldown.": len(took) > len(due),
         "Its steps come in another order.": steps != sorted(steps),
         f"Step {wrong[:1]} had the rate of a run of another length. Where does its cooldown begin, and does it go on "
         "from a run that has cooled down?": bool(wrong),
@@ -225,14 +225,14 @@ def quantize(answer: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
         with where(story):
             given = weight.clone()
             numbers, scales = _numbers_and_scales(answer(given), *weight.shape)
-            unchanged, weight = torch.equal(given, weight), weight.double()
+            expect(torch.equal(given, weight), "you change the weight that you are given: leave it as it is.")
+            weight = weight.double()
             errors, bounds = (weight - numbers * scales).abs().amax(1), weight.abs().amax(1) / 127 / 2
             row = int((errors - bounds).argmax())
             error, bound = apart(float(errors[row]), float(bounds[row]))
             said = f"row {row} comes back with an error of {error}; {bound} is allowed. "
             right = errors[row] <= bounds[row] * 1.001 + 1e-12
             expect(right, lambda: said + _why_error(numbers, scales, weight))  # noqa: B023
-            expect(unchanged, "you change the weight that you are given: leave it as it is.")
     for bad, (row, column) in itertools.product((math.nan, math.inf, -math.inf), ((1, 0), (0, 1), (2, 1))):
         with where(f"With a weight of {bad} in row {row}, column {column}"):
             weight = torch.tensor([[1.0, 2.0], [6.0, 3.0], [4.0, 5.0]])
@@ -262,6 +262,8 @@ def _numbers_and_scales(value: object, rows: int, columns: int) -> tuple[torch.T
     hints["A channel is a row: take the largest along dimension 1."] = columns
     found = scales.numel()
     expect(found == rows, lambda: f"there are {found} scales for {rows} rows. {diagnose(found, hints)}")
+    column = f"the scales have shape {tuple(scales.shape)}: make it ({rows},) or ({rows}, 1)."
+    expect(rows == 1 or scales.shape in ((rows,), (rows, 1)), column)
     kind = f"the scales are {str(scales.dtype).removeprefix('torch.')} and take {scales.nbytes} bytes"
     expect(scales.dtype == torch.float32, f"{kind}; make them fp32, which takes {4 * rows}.")
     ready = scales.isfinite().all() and (scales > 0).all()
@@ -274,7 +276,7 @@ def _why_error(numbers: torch.Tensor, scales: torch.Tensor, weight: torch.Tensor
     one = scales == scales[0]
     shares = {  # of the weights or rows, those that show the fault; most of them must
         "The floor under your scale is too high: take torch.finfo(torch.float32).tiny.": (scales > 1.01 * due)
-        & ((scales < 1e-6) | (one & (due.max() < 1e-6))),
+        & ((due < 1e-6) | (one & (due.max() < 1e-6))),
         "All rows have one scale: give each its own, or one outlier coarsens every row.": one,
         "You return 1 / scale: a weight is its number times its scale.": (scales * due - 1).abs() < 1e-3,
         "Take the largest absolute value: it may be that of a negative weight.": (scales - signed).abs() < 1e-6,
@@ -313,6 +315,8 @@ def cut_neurons(answer: Callable[[nn.Sequential, int], nn.Sequential]) -> None:
             got = answer(model, keep)
             expect(isinstance(got, nn.Module), f"return the smaller network, not {type(got).__name__}.")
             expect(distance(model, before) == 0, "you change the network that you are given: make a new one.")
+            flags, kept = ([m.training, *(p.requires_grad for p in m.parameters())] for m in (model, before))
+            expect(flags == kept, "you freeze the network that you are given, or change its mode: leave it as it is.")
             _examine_layers(got, model, keep)
             flops, wanted = count.flops(lambda: got(x)), 2 * len(x) * keep * (wide + out)  # noqa: B023
             expect(flops == wanted, f"a forward pass takes {flops} FLOPs, not {wanted}: run both layers once.")
@@ -338,6 +342,9 @@ def _examine_layers(got: nn.Module, model: nn.Sequential, keep: int) -> None:
     expect(features == wanted, "in_features and out_features still tell the old widths: make new nn.Linear layers.")
     alike = [(new.bias is None) == (was.bias is None) for new, was in zip(layers, old, strict=True)]
     expect(all(alike), "a layer with a bias keeps one, and a layer without gets none.")
+    first, second = (None if layer.bias is None else len(layer.bias) for layer in layers)
+    expect(first in (None, keep), f"the first bias has {first} numbers for {keep} neurons: cut it like the rows.")
+    expect(second in (None, old[1].out_features), f"the second bias has {second} numbers: it stays as it is.")
     _expect_parameters(*layers)
     memory = {p.untyped_storage().data_ptr() for p in model.parameters()}
     shared = any(p.untyped_storage().data_ptr() in memory for p in got.parameters())
@@ -393,7 +400,7 @@ _FAULTS = {
     "The soft loss is a sum over the batch, not a mean.": "sum",
     "kl_div expects log-probabilities of the student: log_softmax, not softmax.": "probabilities",
     "kl_div takes the student first, then the teacher.": "swapped",
-    "alpha weighs the soft loss, 1 - alpha the hard one.": "alpha",
+    "The soft loss is missing, or alpha and 1 - alpha are exchanged: alpha weighs the soft loss.": "alpha",
     "The temperature does not divide the teacher's logits; it divides both.": "teacher",
     "The temperature does not divide the student's logits; it divides both.": "student",
     "The hard loss is missing.": "soft only",
@@ -434,6 +441,9 @@ def distillation_loss(answer: Callable[..., torch.Tensor]) -> None:
             moved = distance(got.teacher, wanted.teacher) > 0
             expect(not moved, "the teacher's BatchNorm has taken in the batch: call teacher.eval(), as it may train.")
             expect(got.student.training, "the student must stay in train mode.")
+            expect(got.modes["student"] != {False}, "the student runs in eval mode: it is to train.")
+            still = "the teacher runs in train mode, at least its dropout or its BatchNorm: call teacher.eval()."
+            expect(True not in got.modes["teacher"], still)
             ratio = f"its norm is {got.gradient.norm() / wanted.gradient.norm():.3g} times that of the right one. "
             right = _same(got.gradient, wanted.gradient)
             expect(right, lambda: f"the gradient is wrong; {ratio}{_why_gradient(got.gradient, setting)}")  # noqa: B023
@@ -461,6 +471,7 @@ class _Distilled:
         wide = nn.Linear(10, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Dropout(0.3), nn.Linear(64, 4)
         self.teacher, self.batch = nn.Sequential(*wide), (torch.randn(24, 10), torch.randint(4, (24,)))
         nn.init.normal_(self.teacher[-1].weight)
+        self.modes: dict[str, set[bool]] = {"student": set(), "teacher": set()}
         self.flops = count.flops(self.step) if counted else self.step(False)
         self.both = any(p.grad is not None for p in self.teacher.parameters())
         found = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.student.parameters()]
@@ -469,7 +480,8 @@ class _Distilled:
     def step(self, counted: bool = True) -> None:
         made, models = [], nn.ModuleList([self.student, self.teacher])
         forward = lambda: made.append(self.loss(self.student, self.teacher, *self.batch, *self.setting))  # noqa: E731
-        self.kept = count.saved_bytes(forward, models).bytes if counted else forward()
+        with nn.modules.module.register_module_forward_pre_hook(self._note_mode):
+            self.kept = count.saved_bytes(forward, models).bytes if counted else forward()
         (value,) = made
         lone = isinstance(value, torch.Tensor) and value.numel() == 1
         expect(lone, f"return the loss, a tensor of one number, not {type(value).__name__}.")
@@ -477,6 +489,12 @@ class _Distilled:
         expect(not early, "leave backward to the caller: return the loss.")
         expect(value.requires_grad, "the loss has no graph: backward would do nothing.")
         value.backward()
+
+    def _note_mode(self, module: nn.Module, _: object) -> None:
+        """Note in which mode a layer runs whose result depends on it: also one of a copy."""
+        if isinstance(module, nn.Dropout | nn.BatchNorm1d):
+            teachers = isinstance(module, nn.Dropout) or module.num_features == 64
+            self.modes["teacher" if teachers else "student"].add(module.training)
 
 
 # --- Task 6 ---------------------------------------------------------------------------------------------------------
@@ -493,12 +511,12 @@ def lora(adapter: Callable, adapted: Callable, merged: Callable) -> None:
             down, up = sequence(adapter(base, rank), "What adapter returns, down and up,", length=2)
             _examine_parts(down, up, (rank, wide), (out, rank))
             expect(distance(base, before) == 0, "adapter changes the weights of the base.")
-            got = _output(adapted, x, base, down, up, alpha)
+            frozen = not any(p.requires_grad for p in base.parameters())
+            expect(frozen, "adapter leaves the base trainable: freeze all of it.")
             zero = not (down.any() and up.any())
-            why = "one of the two must begin as zeros."
-            why = (
-                "one of the two is zeros, so adapted must give base(x), bias included, and no more." if zero else why
-            )
+            expect(zero, "one of down and up must begin as zeros: at first the layer is exactly the base.")
+            got = _output(adapted, x, base, down, up, alpha)
+            why = "one of the two is zeros, so adapted must give base(x), bias included, and no more."
             expect(_same(got, base(x)), f"before the first step the output differs from the base's: {why}")
             got.square().sum().backward()
             moving = any(p.grad is not None and p.grad.any() for p in (down, up))
@@ -509,6 +527,8 @@ def lora(adapter: Callable, adapted: Callable, merged: Callable) -> None:
                 down.normal_(), up.normal_()
             _examine_trained(adapted, merged, x, base, down, up, alpha)
             expect(distance(base, before) == 0, "the weights of the base have changed: make a new layer in merged.")
+            thawed = any(p.requires_grad for p in base.parameters())
+            expect(not thawed, "adapted or merged makes the base trainable again: leave it as it is.")
 
 
 def _examine_parts(down: object, up: object, *wanted: tuple[int, int]) -> None:
@@ -538,7 +558,7 @@ def _state(parameters: list[nn.Parameter]) -> int:
 
 
 def _examine_trained(adapted: Callable, merged: Callable, x, base, down, up, alpha) -> None:
-    rank, change = len(down), (up @ down).detach()
+    rank, change, before = len(down), (up @ down).detach(), [p.detach().clone() for p in (down, up)]
     scales = {
         "Scale the change by alpha / rank: here it has no scale.": 1,
         "Divide alpha by the rank.": alpha,
@@ -559,7 +579,7 @@ def _examine_trained(adapted: Callable, merged: Callable, x, base, down, up, alp
     why = "with a trained adapter, what {} gives is wrong. {}"
     expect(_same(made[0], wanted), lambda: why.format("adapted", diagnose(made[0], faults, other, _same)))
     due = 2 * x.shape[:-1].numel() * (2 * base.weight.numel() + 3 * rank * sum(base.weight.shape))
-    large = "Do not form up @ down, which is as large as the base: apply down to x, then up to that."
+    large = "Run the base, down and up once each. Form neither up @ down nor a gradient of the base's weight."
     inputs = {"x": x, "down": down, "up": up}
     right = F.linear(x, base.weight + alpha / rank * up @ down, base.bias)
     slopes = [
@@ -576,4 +596,8 @@ def _examine_trained(adapted: Callable, merged: Callable, x, base, down, up, alp
     expect(same, "what merged returns differs from the base in shape, or in having a bias.")
     _expect_parameters(layer)
     got = layer(x)
+    other_bias = F.linear(x, base.weight + alpha / rank * change, layer.bias)
+    faults = {"Its bias is not the base's: copy that, too.": other_bias, **faults}
     expect(_same(got, wanted), lambda: why.format("merged", diagnose(got, faults, other, _same)))
+    spoiled = distance([down, up], before) > 0
+    expect(not spoiled, "down or up has changed: adapted and merged only read them.")
