@@ -128,6 +128,55 @@ def with_zeros(training):
     return lambda: (put_all_back(), training.optimizer.zero_grad(set_to_none=False))
 
 
+def copied_too_late(training):
+    def put_back():
+        memory()(training)()
+
+    return put_back
+
+
+KEPT = {}
+
+
+def with_one_place_for_all(training):
+    parts = training.model, training.optimizer, training.scheduler
+    KEPT["states"], KEPT["drawn"] = [copy.deepcopy(part.state_dict()) for part in parts], torch.get_rng_state()
+
+    def put_back():
+        for part, state in zip(parts, KEPT["states"], strict=True):
+            part.load_state_dict(copy.deepcopy(state))
+        training.optimizer.zero_grad()
+        torch.set_rng_state(KEPT["drawn"])
+
+    return put_back
+
+
+def without_dropout(training):
+    training.model[3].p = 0.0
+    return memory()(training)
+
+
+def without_the_first_bias(training):
+    training.model[0].bias.requires_grad_(False)
+    return memory()(training)
+
+
+def only_once_there_is_a_state(training):
+    restore = memory()(training)
+    return lambda: restore() if training.optimizer.state else None
+
+
+def with_the_later_rate(training):
+    restore = memory()(training)
+
+    def put_back():
+        rate = training.optimizer.param_groups[0]["lr"]
+        restore()
+        training.optimizer.param_groups[0]["lr"] = rate / 2
+
+    return put_back
+
+
 def replacing(training):
     """Puts copies in the place of the model, the optimizer and the scheduler."""
     kept, drawn = copy.deepcopy(training), torch.get_rng_state()
@@ -164,6 +213,13 @@ def test_remember_with_copies_for_two_calls_only(verdict):
         (memory(rng=False), "in its random state"),
         (memory(zero=False), "in its gradients"),
         (replacing, "is another object"),
+        (copied_too_late, "Copy while remember runs"),
+        (lambda training: lambda: None, "Copy while remember runs"),
+        (with_one_place_for_all, "a second call must not change"),
+        (without_dropout, "training does not go on as it would have"),
+        (without_the_first_bias, "training does not go on as it would have"),
+        (only_once_there_is_a_state, "in its weights"),
+        (with_the_later_rate, "param_groups are not"),
         (lambda training: None, "Return a function"),
         (lambda training: copy.deepcopy(training), "an object of type Training"),
         (lambda training: checks.step(training) or same, "remember itself changes the weights"),
@@ -195,6 +251,7 @@ def finder(
     last=False,
     larger=False,
     eighth=8,
+    gap=None,
 ):
     """A finder with mistakes to switch on."""
 
@@ -205,7 +262,7 @@ def finder(
 
         def search():
             nonlocal best, low, too_large
-            while too_large - low > max(1, low / eighth):
+            while too_large - low > (gap or (lambda low: max(1, low / eighth)))(low):
                 if too_large < limit and not between:
                     return
                 size = max(1, 2 * low) if too_large == limit else (low + too_large) // 2
@@ -358,10 +415,15 @@ def from_above(device, largest):
         (finder(catch=Exception), ("Catch checks.OutOfMemory alone",)),
         (one_by_one, ("Does your search end?",)),
         (forever, ("Does your search end?",)),
-        (swallowing(at_first=True), ("cannot read a file", "Catch checks.OutOfMemory alone")),
-        (swallowing(above=True), ("cannot read a file", "Catch checks.OutOfMemory alone")),
+        (swallowing(at_first=True), ("no such image", "Catch checks.OutOfMemory alone")),
+        (swallowing(above=True), ("no such image", "Catch checks.OutOfMemory alone")),
         (swallowing(at_first=True, above=True, errors=KeyError), ("KeyError", "Catch checks.OutOfMemory alone")),
         (finder(catch=(checks.OutOfMemory, LookupError)), ("KeyError", "Catch checks.OutOfMemory alone")),
+        (finder(catch=(checks.OutOfMemory, FileNotFoundError)), ("FileNotFoundError", "alone")),
+        (finder(catch=(checks.OutOfMemory, ValueError)), ("ValueError", "alone")),
+        (finder(gain=1.08), ("12.8% of the memory", "5.2% more samples per second")),
+        (finder(gap=lambda low: max(8, low / 8)), ("you stop at 8, and 16 was too large",)),
+        (finder(gap=lambda low: max(1, low / 8) if low >= 32 else low), ("you stop at 8, and 16 was too large",)),
         (on_another_training, ("another training",)),
         (by_tenths, ("trials", "are allowed")),
         (finder(margin=0.7), ("Take what needs 90% or less",)),
@@ -560,6 +622,11 @@ def base_first(update, *setup):
     return setup[0] if update == 0 else shaped(float)(update, *setup)
 
 
+def one_update_late(update, *setup):
+    warmup = setup[-1]
+    return rate()(warmup * update / (warmup + 1) if update <= warmup else update, *setup)
+
+
 def never_below(update, base_rate, *setup):
     return max(base_rate, rate()(update, base_rate, *setup))
 
@@ -601,7 +668,9 @@ def test_a_raise_left_in_one_branch_is_told(verdict):
         (shaped(lambda s: math.floor(2 * s) / 2), "in a straight line"),
         (lambda *setup: math.nan, "nan"),
         (lambda *setup: None, "came back as None"),
-        (lambda *setup: setup[1], "Without a warm-up"),
+        (lambda *setup: setup[1], "Take k"),
+        (lambda *setup: setup[1] * setup[4], "Take k"),
+        (one_update_late, "divide by warmup, not by warmup + 1"),
         (lambda *setup: 2 * rate()(*setup), "Take k"),
     ],
 )

@@ -141,6 +141,12 @@ def summed(model, tokens, targets):
     return F.cross_entropy(model(tokens).transpose(1, 2), targets, reduction="sum")
 
 
+def with_a_forward_for_the_log(model, group, total):
+    for tokens, targets in group:
+        summed(model, tokens, targets).item()  # its graph is gone at once
+        (summed(model, tokens, targets) / total).backward()
+
+
 def skipping_before(model, group, total):
     for tokens, targets in group:
         if (targets == -100).all():
@@ -218,6 +224,7 @@ def test_train_epoch_accepts_a_closure(verdict):
 RIGHT_LOOPS = [
     assigned,
     text_by_text,
+    with_a_forward_for_the_log,
     skipping_before,
     skipping_after,
     popping,
@@ -347,7 +354,7 @@ def test_train_epoch_accepts_a_step_where_something_waits(verdict):
 
 @pytest.mark.parametrize("when", [lambda end, filled, waiting: end, lambda end, filled, waiting: end and filled])
 def test_train_epoch_rejects_steps_that_empty_micro_batches_mislead(rejects, when):
-    rejects("train_epoch", stepping(when), "optimizer steps, and", "due")
+    rejects("train_epoch", stepping(when), "your optimizer steps", "due")
 
 
 def test_train_epoch_accepts_a_loop_with_a_counter(verdict):
@@ -472,6 +479,13 @@ def under(**options):
     return run_blocks
 
 
+def with_each_chosen_block_twice(blocks, x, chosen):
+    for i, block in enumerate(blocks):
+        y = block(x)
+        x = checkpoint(block, x, use_reentrant=False) if i in chosen else y
+    return x
+
+
 def one_segment(blocks, x, chosen):
     """All blocks in one checkpoint, if any is chosen."""
     return checkpoint(blocks, x, use_reentrant=False) if chosen else blocks(x)
@@ -536,6 +550,21 @@ def groups_of(micro_batches, accumulate_steps):
     for i in range(0, len(micro_batches), accumulate_steps):
         group = micro_batches[i : i + accumulate_steps]
         yield group, sum(int((targets != -100).sum()) for _, targets in group)
+
+
+def returns_after_its_first_group(model, optimizer, micro_batches, accumulate_steps):
+    return loop()(model, optimizer, micro_batches[:accumulate_steps], accumulate_steps)
+
+
+def steps_before_its_backward(model, optimizer, micro_batches, accumulate_steps):
+    steps = 0
+    for group, total in groups_of(micro_batches, accumulate_steps):
+        optimizer.step()
+        optimizer.zero_grad()
+        steps += 1
+        for batch in group:
+            (summed(model, *batch) / max(1, total)).backward()
+    return steps
 
 
 def stops_at_an_empty_group(model, optimizer, micro_batches, accumulate_steps):
@@ -620,11 +649,13 @@ def undoes_its_work(model, optimizer, micro_batches, accumulate_steps):
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
-        (stops_at_an_empty_group, "optimizer steps, and 2 are due"),
+        (stops_at_an_empty_group, "your optimizer steps: 1; due: 2"),
         (skips_the_step_too, "counts as a member"),
         (zeroes_before_the_step, "zero_grad come between"),
         (undoes_its_work, "weights at the end"),
         (drops_the_empty_first, "counts as a member"),
+        (returns_after_its_first_group, "Each group ends in a step"),
+        (steps_before_its_backward, "backward on the whole group comes before its step"),
         (text_by_text, "nobody has divided"),
     ],
 )
@@ -646,7 +677,7 @@ def fewest_blocks_first(costs, budget):
 
 
 def test_choose_tells_fewer_blocks_from_fewer_flops(rejects):
-    rejects("choose", fewest_blocks_first, "Fewer blocks are not fewer FLOPs")
+    rejects("choose", fewest_blocks_first, "Neither the fewest blocks")
 
 
 def test_run_blocks_accepts_an_input_by_name(verdict):
@@ -738,7 +769,9 @@ def test_run_blocks_accepts_a_graph_of_its_own(verdict):
             lambda blocks, x, chosen: under(use_reentrant=False)(blocks, x, {i - 1 for i in chosen}),
             "not checkpointed",
         ),
-        (lambda blocks, x, chosen: under(use_reentrant=False)(blocks[::-1], x, chosen), "the one before"),
+        (lambda blocks, x, chosen: under(use_reentrant=False)(blocks[::-1], x, chosen), "run as [3, 2, 1, 0]"),
+        (with_each_chosen_block_twice, "run as [0, 0, 1, 1, 2, 2, 3, 3]"),
+        (lambda blocks, x, chosen: under(use_reentrant=False)(blocks, 2 * x, chosen), "the one before"),
         (detached, "no_grad or a detach"),
     ],
 )
@@ -804,6 +837,14 @@ def best_of(price, all_but_all=False):
     return choose
 
 
+RIGHT_CHOICE = best_of(lambda costs, chosen: sum(costs.again[i] for i in chosen))
+
+
+def as_marks(costs, budget):
+    chosen = RIGHT_CHOICE(costs, budget)
+    return chosen and [int(i in chosen) for i in range(len(costs.kept))]
+
+
 @pytest.mark.parametrize("kind", [list, np.array, torch.tensor, lambda s: (i for i in s), lambda s: set(np.array(s))])
 def test_choose_accepts_any_collection_of_any_numbers(verdict, kind):
     right = best_of(lambda costs, chosen: sum(costs.again[i] for i in chosen))
@@ -832,10 +873,17 @@ def test_choose_accepts_any_collection_of_any_numbers(verdict, kind):
         (from_all(lambda costs, i: costs.kept[i]), "FLOPs more"),
         (best_of(lambda costs, chosen: -total(costs, chosen)), "FLOPs more"),
         (best_of(lambda costs, chosen: sum(costs.again[i] for i in chosen), all_but_all=True), "there is a choice"),
+        (as_marks, "not a mark for each"),
+        (lambda costs, budget: RIGHT_CHOICE(costs, budget - 1), "may reach the budget"),
     ],
 )  # fmt: skip
 def test_choose_rejects(rejects, answer, words):
     rejects("choose", answer, words)
+
+
+def test_choose_says_where_an_answer_raises(verdict):
+    said = verdict("choose", lambda costs, budget: list(RIGHT_CHOICE(costs, budget)))
+    assert "Where even checkpoints on all blocks keep too much: Your code raised TypeError" in said
 
 
 def test_choose_wants_none_where_nothing_fits(rejects, solution):

@@ -112,10 +112,9 @@ def train_epoch(answer: Callable[[nn.Module, torch.optim.Optimizer, list[MicroBa
             _examine_steps(run.steps, groups, cut, start)
             ended = nn.utils.parameters_to_vector(start.parameters())
             expect(_same(run.trained, ended), "the weights at the end are not those that the steps have made.")
-            alone, single = (_recorded(loop, micro_batches, 1)[1] for loop in (_one_by_one, answer))
-            # one that stops too early by ones has not met the largest micro-batch
-            whole_way = len(single.steps) == sum(_targets([batch]) > 0 for batch in micro_batches)
-            alone, own = alone.kept, single.kept if whole_way else math.inf
+            alone, own = (
+                max(_recorded(loop, [batch], 1)[1].kept for batch in micro_batches) for loop in (_one_by_one, answer)
+            )
             expect(
                 run.kept <= min(4 * alone, 1.5 * own),
                 "the graphs of several micro-batches are alive at the same time, so nothing is saved: "
@@ -152,6 +151,8 @@ def _recorded(answer: Callable, micro_batches: list[MicroBatch], accumulate_step
         forwards[0] = 0
 
     def pack(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        tensor = tensor.detach()  # an output with its graph would hold the box that holds it, until backward
+
         def box() -> torch.Tensor:
             return tensor
 
@@ -194,11 +195,13 @@ def _examine_steps(
             "a gradient holds a nan. Sum the losses, divide by the targets of the group, and leave out a group that "
             "has none.",
         )
-    fewer = "A micro-batch without targets counts as a member of its group, and may be its last."
-    if len(cut[-1]) < len(cut[0]) and _targets(cut[-1]):
+    fewer = "Each group ends in a step, also the last: step when i + 1 is a multiple, and return after the loop."
+    if not all(_targets([batch]) for group in cut for batch in group):
+        fewer = "A micro-batch without targets counts as a member of its group, and may be its last. Go on after it."
+    elif len(cut[-1]) < len(cut[0]):
         fewer = "What is left at the end needs a step of its own."
     more = "Step once per group; a group without any target makes no step."
-    due = f"there are {len(steps)} optimizer steps, and {len(groups)} are due. "
+    due = f"your optimizer steps: {len(steps)}; due: {len(groups)}. "
     expect(len(steps) == len(groups), due + (fewer if len(steps) < len(groups) else more))
     before, most = torch.ones_like(steps[0][1]), max(map(len, groups))
     for number, ((_, gradient), group) in enumerate(zip(steps, groups, strict=True), start=1):
@@ -234,7 +237,8 @@ def _why_gradient(
     hints = {
         "Every number in it is zero, or None: does zero_grad come between backward and the step? Or do you train "
         "another model than the one that is given?": not bool(got.any()),
-        "Nothing is new in it: train the model that you are given.": _same(got, before),
+        "Nothing is new in it: backward on the whole group comes before its step, on the model that you are given, "
+        "and not under no_grad.": _same(got, before),
         "The gradient of before is in it: zero_grad before the first backward, and after each step.": wanted + before,
         means + "and divide by the number of targets in the whole group.": [1 / (size * n) for n in own],
         "It is a mean of means, and this group is smaller than accumulate_steps.": [1 / (most * n) for n in own],
@@ -354,6 +358,8 @@ def run_blocks(answer: Callable[[nn.Sequential, torch.Tensor, Collection[int]], 
                 out.same_inputs,
                 "your function changes its inputs: the blocks' mode, dropout or forward, x, or its flag.",
             )
+            order = f"in forward the blocks run as {out.ran}: each once, in order."
+            expect(out.ran == wanted.ran, order)
             alike = out.value.shape == wanted.value.shape and close(out.value, wanted.value, absolute=1e-5)
             expect(alike, "the output differs from that of the blocks, each run on the output of the one before.")
             lost = [name for name, gradient in out.gradients.items() if gradient is None]
@@ -392,7 +398,8 @@ class _Outcome:
     gradients: dict[str, torch.Tensor | None]
     kept: int
     same_inputs: bool
-    again: list[int]  # the blocks that ran in backward, one after the other
+    ran: list[int]  # the blocks that ran in forward, one after the other
+    again: list[int]  # those that ran in backward
 
 
 def _outcome(run: Callable, chosen: Collection[int], training: bool) -> _Outcome:
@@ -414,7 +421,8 @@ def _outcome(run: Callable, chosen: Collection[int], training: bool) -> _Outcome
     forward = len(ran)
     if value.requires_grad:
         value.square().sum().backward()
-    return _Outcome(value, {name: p.grad for name, p in blocks.named_parameters()}, kept, same, ran[forward:])
+    gradients = {name: p.grad for name, p in blocks.named_parameters()}
+    return _Outcome(value, gradients, kept, same, ran[:forward], ran[forward:])
 
 
 # --- Task 5 ---------------------------------------------------------------------------------------------------------
@@ -468,8 +476,9 @@ def choose(answer: Callable[[Costs, int], Collection[int] | None]) -> None:
         for share in shares:
             _examine_choice(answer, found, int(share * sum(found.kept)))
     _examine_choice(answer, found, sum(found.border))  # all blocks, and exactly
-    got = ask(answer, found, sum(found.border) - 1)
-    expect(got is None, lambda: f"Where even checkpoints on all blocks keep too much, return None, not {got!r}.")
+    with where("Where even checkpoints on all blocks keep too much"):
+        got = ask(answer, found, sum(found.border) - 1)
+        expect(got is None, lambda: f"return None, not {got!r}.")
 
 
 @functools.cache
@@ -482,24 +491,25 @@ def _examine_choice(answer: Callable, found: Costs, budget: int) -> None:
     got = ask(answer, found, budget)
     with where(f"With {blocks} blocks that keep {list(found.kept)} bytes and a budget of {budget}"):
         expect(got is not None, "there is a choice that fits; you return None.")
-        chosen = {whole(i, "The number of a block to checkpoint", 0, blocks - 1) for i in sequence(got)}
+        given = [whole(i, "The number of a block to checkpoint", 0, blocks - 1) for i in sequence(got)]
+        marks = len(given) == blocks > len(set(given)) and {0, 1}.issuperset(given)
+        expect(not marks, "return the numbers of the blocks, not a mark for each.")
+        chosen = set(given)
         kept, extra = _total(found, chosen), sum(found.again[i] for i in chosen)
         expect(
             kept <= budget,
             f"your choice {sorted(chosen)} keeps {kept} bytes. A checkpointed block still keeps its border, and all "
             "other blocks keep everything.",
         )
-        least, fewest_blocks = _fewest(found, budget)
+        least, best = _fewest(found, budget)
         if extra > least:
             spare = next((i for i in sorted(chosen) if _total(found, chosen - {i}) <= budget), None)
             hints = {
                 "You checkpoint every block; the budget does not ask for all of them.": len(chosen) == blocks,
+                "What is kept may reach the budget.": _total(found, best) == budget,
                 f"Block {spare} need not be checkpointed at all.": spare is not None,
-                "Fewer blocks are not fewer FLOPs: go on through the larger sets.": len(chosen) < fewest_blocks,
             }
-            tried = (
-                "Taking the best-looking block first is not enough; with so few blocks you can try every set of them."
-            )
+            tried = "Neither the fewest blocks nor the best-looking block first is sure to cost least: try every set."
             more = f"your choice {sorted(chosen)} fits and costs {extra} FLOPs more; {least} would do."
             fail(f"{more} {diagnose(chosen, hints, tried)}")
 
@@ -512,7 +522,7 @@ def _subsets(number: int) -> Iterator[tuple[int, ...]]:
     return itertools.chain.from_iterable(itertools.combinations(range(number), size) for size in range(number + 1))
 
 
-def _fewest(found: Costs, budget: int) -> tuple[int, int]:
-    """The fewest extra FLOPs with which the blocks keep at most `budget` bytes, and the number of checkpoints."""
+def _fewest(found: Costs, budget: int) -> tuple[int, tuple[int, ...]]:
+    """The fewest extra FLOPs with which the blocks keep at most `budget` bytes, and the blocks to checkpoint."""
     fitting = [chosen for chosen in _subsets(len(found.kept)) if _total(found, chosen) <= budget]
-    return min((sum(found.again[i] for i in chosen), len(chosen)) for chosen in fitting)
+    return min((sum(found.again[i] for i in chosen), chosen) for chosen in fitting)
