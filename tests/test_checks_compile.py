@@ -227,6 +227,10 @@ def test_moved_rejects(mistake, words, rejects):
     rejects("moved", bytes_of(**mistake), *words)
 
 
+def test_moved_rejects_the_other_order(rejects):
+    rejects("moved", lambda *given: bytes_of()(*given)[::-1], "swap the two")
+
+
 def test_moved_wants_two_numbers(rejects):
     rejects("moved", lambda *_: 12, "must be a list of 2")
 
@@ -439,6 +443,19 @@ def test_mended_rejects_the_model_as_it_is(rejects, capsys):
         ([(".detach()", "")], ("gradient", ".detach()")),
         ([(".clamp(min=1.0)", "")], ("max(largest, 1.0)",)),
         ([(BRANCH, "F.relu(hidden)")], ("negative mean", "relu branch")),
+        ([(BRANCH, "torch.where(hidden.mean() < 0, F.relu(hidden), torch.tanh(hidden))")], ("the original relu",)),
+        ([("hidden.mean() > 0", "hidden.median() > 0")], ("few values carry the mean",)),
+        ([("hidden.mean() > 0", "hidden.max() > -hidden.min()")], ("the largest value is negative",)),
+        ([("> 0.3", "> 0.25")], ("your scores are not",)),
+        (
+            [
+                (f"    hidden = {BRANCH}\n", "    before = hidden\n"),
+                ("    centre =", f"    hidden = {BRANCH}\n    centre ="),
+            ],
+            ("asked after the branch",),
+        ),
+        ([("    return model", "    print('scoring')\n    return model")], ("A message or the time is no score",)),
+        ([("    hidden = model", "    print('scoring')\n    hidden = model")], ("Is a message or the time",)),
         ([(BRANCH, "torch.tanh(hidden)")], ("tanh branch",)),
         ([("hidden.mean() > 0", "hidden > 0")], ("one number", "each element")),
         ([("hidden.mean() > 0", "hidden.mean(1, keepdim=True) > 0")], ("one number", "each row")),
@@ -653,6 +670,7 @@ def test_prepare_accepts_other_ways(answer, verdict):
         ({"finish": lambda pair: [t[None] for t in pair]}, ("(B, T)",)),
         ({"finish": lambda pair: (pair[0], pair[1].sum(dim=1))}, ("(B, T)",)),
         ({"finish": lambda pair: [t.tolist() for t in pair]}, ("two tensors",)),
+        ({"finish": lambda pair: [t[:, :60] for t in pair]}, ("With a review of 64 tokens", "cut off")),
         ({"finish": lambda pair: None}, ("two tensors",)),
     ],
 )

@@ -248,6 +248,10 @@ ZEROS_FOR_INF = """
         p.grad.nan_to_num_(0.0, 0.0, 0.0)
     optimizer.step()
 """
+STRETCH = """
+    for p in model.parameters():
+        p.grad *= max(1.0, max_norm / float(norm))
+"""
 CLIP_EACH = """
     for p in model.parameters():
         nn.utils.clip_grad_norm_(p, max_norm)
@@ -289,7 +293,24 @@ def test_train_step_accepts(changes, verdict):
     assert verdict("train_step", changed_step(*changes)) == "correct"
 
 
+BACKWARD = "scaler.scale(loss).backward()"
 MISTAKES = {
+    "scales twice": ([("scale(loss)", "scale(scaler.scale(loss))")], ["scale the loss once"]),
+    "never scales, yet unscales": ([(BACKWARD, "loss.backward()")], ["the loss was not scaled"]),
+    "updates, then steps": ([(UPDATE, ""), ("    scaler.step(", UPDATE + "    scaler.step(")], ["scaler.update()"]),
+    "goes backward on the sum": ([("scale(loss)", "scale(loss * len(labels))")], ["on the sum of the losses"]),
+    "clips by the largest": ([("(), max_norm)", "(), max_norm, math.inf)")], ["Euclidean"]),
+    "stretches": ([(CLIP, CLIP.replace("    nn", "    norm = nn") + STRETCH)], ["clipping only ever shortens"]),
+    "softmax twice": ([("model(inputs)", "model(inputs).softmax(-1)")], ["the softmax inside"]),
+    "a detached tensor": ([(RETURN, "return loss.detach()")], ["not Tensor."]),
+    "casts the model": (
+        [
+            ("    inputs, labels", "    model.float()\n    inputs, labels"),
+            ("inputs.to(weights)", "inputs.float()"),
+            (RETURN, "model.to(weights)\n    return loss.item()"),
+        ],
+        ["convert the inputs, not the model"],
+    ),
     "clips, then unscales": ([(CLIP, ""), (UNSCALE, CLIP + UNSCALE)], ["16-mixed", "clipped before unscaling"]),
     "leaves unscaling to step()": ([(UNSCALE, "")], ["16-mixed", "clipped before unscaling"]),
     "never unscales": ([(UNSCALE, ""), (UPDATE, ""), PLAIN_STEP], ["16-mixed", "scaled gradients"]),

@@ -232,7 +232,8 @@ def _examine_steps(answer: Callable[..., float], precision: str, case: _Case) ->
     references = [_reference(case, precision, variant) for variant in ("", _ALSO_RIGHT)]
     wanted = references[0][0]
     for loss in losses:
-        kind = type(loss).__name__ + ", which holds on to its graph" * isinstance(loss, torch.Tensor)
+        graph = isinstance(loss, torch.Tensor) and loss.requires_grad
+        kind = type(loss).__name__ + ", which holds on to its graph" * graph
         expect(isinstance(loss, float), f"return the loss as a Python float (`loss.item()`), not {kind}.")
     first, second = (number(loss, "the loss that you return") for loss in losses)
     expect(first < 100 * wanted[0], "you return the scaled loss. Scale it only on its way into backward().")
@@ -247,12 +248,15 @@ def _examine_steps(answer: Callable[..., float], precision: str, case: _Case) ->
                 _loss(case.parts(precision)[0], case, precision, mean=False)
             ),
             "That is the loss of half the batch: use all of it.": _reference(case, precision, "half the batch")[0][0],
+            "cross_entropy takes logits: it has the softmax inside.": _reference(case, precision, "softmax")[0][0],
             "That is the loss after the step: keep the one that you called backward() on.": wanted[1],
         }
         said, right = apart(first, wanted[0])
-        why = diagnose(first, hints, "It is that of the whole batch, before the step.", same)
+        plain = "It is the plain cross_entropy(logits, labels) of the whole batch, before the step."
+        why = diagnose(first, hints, plain, same)
         fail(f"the first loss is {said}, not {right}. {why}")
-    _examine_update(precision, case, case.change(model), [case.change(right) for _, right in references], seen.steps)
+    changes = [case.change(right) for _, right in references]
+    _examine_update(precision, case, case.change(model), changes, seen.steps, scaler)
     right = any(same(second, losses[1]) for losses, _ in references)
     expect(right, f"the loss of the second step is {second:.4g}, but should be {wanted[1]:.4g}.")
     kept = "the scaler still has its first scale, which two good steps should have raised"
@@ -276,7 +280,9 @@ def _examine_dtypes(seen: _Seen, precision: str) -> None:
         on = seen.autocast or seen.autocast_in_backward
         expect(not on, "autocast is on. In a 'true' setting nothing is cast on the fly: pass `enabled=False`.")
     ran = f"the matrix products ran in {_names(seen.products)}, not in {dtype_name(products)}"
-    expect(seen.products == {products}, f"{ran}. Which dtype does autocast get?")
+    true = "In a 'true' setting the model stays in the dtype of its weights: convert the inputs, not the model."
+    why = "Which dtype does autocast get?" if precision.endswith("mixed") else true
+    expect(seen.products == {products}, f"{ran}. {why}")
     expect(
         not precision.endswith("mixed") or seen.losses <= {FP32, FP64},
         f"the loss was computed in {_names(seen.losses)}. Compute it inside the autocast block, with cross_entropy, "
@@ -284,12 +290,21 @@ def _examine_dtypes(seen: _Seen, precision: str) -> None:
     )
 
 
-def _examine_update(precision: str, case: _Case, change: torch.Tensor, right: list[torch.Tensor], steps: int) -> None:
+def _examine_update(
+    precision: str,
+    case: _Case,
+    change: torch.Tensor,
+    right: list[torch.Tensor],
+    steps: int,
+    scaler: torch.amp.GradScaler,
+) -> None:
     """Compare what two steps did to the weights with the references; if it differs, look for a well-known cause."""
     same = functools.partial(close, relative=0.02 if _SETTINGS[precision][1].itemsize == 2 else 1e-4)
     if precision == "16-true":  # another right order of operations may round one fp16 weight to its neighbour
         same = lambda got, wanted: bool((got - wanted).norm() <= 0.02 * wanted.norm())  # noqa: E731
     once = f"two calls made {steps} steps of the optimizer that is given. Make one in each."
+    if steps < 2 and scaler.is_enabled() and scaler.get_scale() <= _INITIAL_SCALE:  # two good steps raise it
+        once = "the scaler skipped a step, since the gradients overflowed on a harmless batch: scale the loss once."
     if any(same(change, wanted) for wanted in right):
         return expect(steps == 2, once)
     expect(change.isfinite().all(), "the weights became inf or nan on a harmless batch.")
@@ -297,10 +312,12 @@ def _examine_update(precision: str, case: _Case, change: torch.Tensor, right: li
         "the optimizer steps without gradients: is zero_grad called after backward(), or do you train another model "
         "than the one that is given?"
     )
-    expect(change.any(), f"the weights did not change: {wiped if steps else 'does the optimizer make its step?'}")
+    expect(steps == 2 or not steps, once)
+    idle = "does the optimizer make its step?" if scaler.get_scale() >= _INITIAL_SCALE else once
+    expect(change.any(), f"the weights did not change: {wiped if steps else idle}")
     expect(steps == 2, once)
     redone = {fault: case.change(_reference(case, precision, fault)[1]) for fault in _FAULTS}
-    order = "Look at the order: forward, zero_grad, scaled backward, unscale_, clip to max_norm, scaler.step, update."
+    order = "Compare with: forward, zero_grad, backward on the scaled mean, unscale_, clip to max_norm, step, update."
     much = (
         f"two steps changed the weights {(change.norm() / right[0].norm()).item():.3g} times as much as they should"
     )
@@ -321,6 +338,10 @@ _FAULTS = {
     "clipped each": "gradients were clipped one parameter at a time: give clip_grad_norm_ all model.parameters().",
     "clipped by value": "each number was clipped. max_norm bounds the norm of all: clip_grad_norm_, not _value_.",
     "half the batch": "the gradient is that of half the batch: use all of it.",
+    "summed": "backward() ran on the sum of the losses: call it on their mean, which you return.",
+    "clipped by the largest": "the norm to clip is the Euclidean one, clip_grad_norm_'s default, not the largest "
+    "number.",
+    "stretched": "gradients shorter than max_norm were stretched to it: clipping only ever shortens.",
 }
 
 
@@ -362,20 +383,28 @@ _ERRORS = {
     "scalar type": "the inputs are not in the dtype of the weights: convert them.",
     "unscale FP16": "GradScaler refuses fp16 gradients: scale the loss only where the weights are fp32.",
     "unscale_() has already": "unscale_() was called twice, or scaler.update() is missing at the end of the step.",
-    "after step()": "scaler.update() is missing at the end of the step, so that the scaler thinks it still goes on.",
+    "after step()": "scaler.update() comes once, as the last of the scaler's calls, after scaler.step(optimizer).",
+    "_scale is None": "the loss was not scaled: scaler.scale(loss).backward().",
     "since the last update": "scaler.update() is missing at the end of the step.",
     "No inf checks": "the scaler has seen no gradients since its last update(). Call update() once, after the step.",
 }
 
 
 def _loss(
-    model: nn.Module, case: _Case, precision: str, rows: slice = slice(None), mean: bool = True, precise: bool = False
+    model: nn.Module,
+    case: _Case,
+    precision: str,
+    rows: slice = slice(None),
+    mean: bool = True,
+    precise: bool = False,
+    softmax: bool = False,
 ) -> torch.Tensor:
     weights, products, _ = _SETTINGS[precision]
     inputs = case.inputs[rows].to(weights) if case.inputs.is_floating_point() else case.inputs[rows]
     with torch.autocast("cpu", dtype=products, enabled=precision.endswith("mixed")):
         logits = model(inputs)
         logits = logits.float() if precise and logits.dtype.itemsize == 2 else logits
+        logits = logits.softmax(-1) if softmax else logits
         return F.cross_entropy(logits, case.labels[rows], reduction="mean" if mean else "sum")
 
 
@@ -386,10 +415,10 @@ def _reference(case: _Case, precision: str, fault: str = "") -> tuple[list[float
     losses = []
     for _ in range(2):
         rows = slice(8) if fault == "half the batch" else slice(None)
-        loss = _loss(model, case, precision, rows, precise=fault == _ALSO_RIGHT)
+        loss = _loss(model, case, precision, rows, precise=fault == _ALSO_RIGHT, softmax=fault == "softmax")
         if fault != "not zeroed":
             optimizer.zero_grad()
-        scaler.scale(loss).backward()
+        scaler.scale(loss * (len(case.labels) if fault == "summed" else 1)).backward()
         if fault not in ("clipped before unscaling", "not unscaled"):
             scaler.unscale_(optimizer)
         if fault == "clipped each":
@@ -397,8 +426,13 @@ def _reference(case: _Case, precision: str, fault: str = "") -> tuple[list[float
                 nn.utils.clip_grad_norm_(parameter, case.max_norm)
         elif fault == "clipped by value":
             nn.utils.clip_grad_value_(model.parameters(), case.max_norm)
+        elif fault == "stretched":
+            length = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+            for parameter in model.parameters():
+                parameter.grad *= case.max_norm / length
         elif fault != "not clipped":
-            nn.utils.clip_grad_norm_(model.parameters(), case.max_norm)
+            kind = math.inf if fault == "clipped by the largest" else 2.0
+            nn.utils.clip_grad_norm_(model.parameters(), case.max_norm, kind)
         if fault == "not unscaled":
             optimizer.step()
         else:
@@ -754,6 +788,9 @@ def choose_scale(answer: Callable[[list[torch.Tensor]], float | None]) -> None:
             "fp16 rounds to the nearest: a number above 2^-25 becomes 2^-24 at least, one below 65520 65504 at most",
         )
         with where(f"For {story}"):
+            empty = not any(gradient.any() for gradient in gradients)
+            any_will = "all gradients are zero, so any power of two will do: return 1.0, for instance."
+            expect(not empty or not (got is None or got == 0), any_will)
             if got is None:
                 expect(
                     not possible,
