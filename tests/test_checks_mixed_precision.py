@@ -804,6 +804,14 @@ def test_choose_scale_rejects(answer, words, rejects):
     rejects("choose_scale", answer, *words)
 
 
+@pytest.mark.parametrize("said_of_zeros", [0.0, None])
+def test_choose_scale_says_that_any_power_will_do_for_zeros(said_of_zeros, rejects, solution):
+    def choose_scale(gradients):
+        return solution["choose_scale"](gradients) if any(g.any() for g in gradients) else said_of_zeros
+
+    rejects("choose_scale", choose_scale, "any power of two will do")
+
+
 # --- Task 9 ---------------------------------------------------------------------------------------------------------
 
 RIGHT = {"V100": "16-mixed", "H100": "bf16-mixed", "laptop": "32-true", "server": "bf16-mixed"}
