@@ -276,7 +276,7 @@ def _why_error(numbers: torch.Tensor, scales: torch.Tensor, weight: torch.Tensor
     one = scales == scales[0]
     shares = {  # of the weights or rows, those that show the fault; most of them must
         "The floor under your scale is too high: take torch.finfo(torch.float32).tiny.": (scales > 1.01 * due)
-        & ((due < 1e-6) | (one & (due.max() < 1e-6))),
+        & (due < 1e-6),
         "All rows have one scale: give each its own, or one outlier coarsens every row.": one,
         "You return 1 / scale: a weight is its number times its scale.": (scales * due - 1).abs() < 1e-3,
         "Take the largest absolute value: it may be that of a negative weight.": (scales - signed).abs() < 1e-6,
