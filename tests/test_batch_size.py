@@ -120,6 +120,13 @@ def test_the_fingerprint_sees_every_kind_of_change(lesson):
         assert training.digest() == training.before, name
 
 
+@pytest.mark.parametrize("start", [1, 8, 16, 64])
+def test_a_search_from_above_the_best_size_stays_within_a_tenth_of_it(lesson, start):
+    """On its way down it passes the best, 112 at batch 8; 102 is within a tenth of that, 93 is not."""
+    rates = {1: 60, 2: 93, 4: 102, 8: 112, 16: 100, 32: 95, 64: 90}
+    assert lesson["climb"](lambda size, looks=1: rates.get(size, 0), start, 64, 0.1, 2, 2) == 4
+
+
 def test_not_even_one_sample_fits(lesson, training):
     with pytest.raises(MemoryError, match=r"Not even one sample fits \(out of memory\)"):
         lesson["find_batch_size"](training.fails_from(1), *training.parts, start=8)
