@@ -874,6 +874,7 @@ def test_choose_accepts_any_collection_of_any_numbers(verdict, kind):
         (best_of(lambda costs, chosen: -total(costs, chosen)), "FLOPs more"),
         (best_of(lambda costs, chosen: sum(costs.again[i] for i in chosen), all_but_all=True), "there is a choice"),
         (as_marks, "not a mark for each"),
+        (lambda costs, budget: (found := as_marks(costs, budget)) and [*map(bool, found)], "not a mark for each"),
         (lambda costs, budget: RIGHT_CHOICE(costs, budget - 1), "may reach the budget"),
     ],
 )  # fmt: skip

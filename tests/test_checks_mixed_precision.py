@@ -301,6 +301,7 @@ MISTAKES = {
     "goes backward on the sum": ([("scale(loss)", "scale(loss * len(labels))")], ["on the sum of the losses"]),
     "clips by the largest": ([("(), max_norm)", "(), max_norm, math.inf)")], ["Euclidean"]),
     "stretches": ([(CLIP, CLIP.replace("    nn", "    norm = nn") + STRETCH)], ["clipping only ever shortens"]),
+    "multiplies the loss": ([("scale(loss)", "scale(loss * 1024)")], ["that nobody divides out"]),
     "softmax twice": ([("model(inputs)", "model(inputs).softmax(-1)")], ["the softmax inside"]),
     "a detached tensor": ([(RETURN, "return loss.detach()")], ["not Tensor."]),
     "casts the model": (

@@ -1647,6 +1647,15 @@ def added_in_place(x, base, down, up, alpha):
     return y
 
 
+def zeros_in_halves(base, rank):
+    """Each rank has its zeros on one side, so that up @ down is zero, and both get a gradient."""
+    down, up = adapter(base, rank)
+    half = (rank + 1) // 2
+    down.data[:half] = 0
+    up.data[:, :half] = torch.randn(len(up), half)
+    return down, up
+
+
 RIGHT_LORA = [
     (adapter, adapted, merged),
     (of_linears, adapted, merged),
@@ -1673,6 +1682,7 @@ RIGHT_LORA = [
     (adapter, adapted, through_the_identity),
     (adapter, adapted, loaded_layer),
     (of_linears, in_two_linears, a_new_layer),
+    (zeros_in_halves, adapted, merged),
 ]  # fmt: skip
 
 

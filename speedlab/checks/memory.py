@@ -491,9 +491,11 @@ def _examine_choice(answer: Callable, found: Costs, budget: int) -> None:
     got = ask(answer, found, budget)
     with where(f"With {blocks} blocks that keep {list(found.kept)} bytes and a budget of {budget}"):
         expect(got is not None, "there is a choice that fits; you return None.")
-        given = [whole(i, "The number of a block to checkpoint", 0, blocks - 1) for i in sequence(got)]
+        items, numbers = sequence(got), "return the numbers of the blocks, not a mark for each."
+        expect(len(items) < blocks or not all(type(i).__name__ in ("bool", "bool_") for i in items), numbers)
+        given = [whole(i, "The number of a block to checkpoint", 0, blocks - 1) for i in items]
         marks = len(given) == blocks > len(set(given)) and {0, 1}.issuperset(given)
-        expect(not marks, "return the numbers of the blocks, not a mark for each.")
+        expect(not marks, numbers)
         chosen = set(given)
         kept, extra = _total(found, chosen), sum(found.again[i] for i in chosen)
         expect(

@@ -513,10 +513,9 @@ def lora(adapter: Callable, adapted: Callable, merged: Callable) -> None:
             expect(distance(base, before) == 0, "adapter changes the weights of the base.")
             frozen = not any(p.requires_grad for p in base.parameters())
             expect(frozen, "adapter leaves the base trainable: freeze all of it.")
-            zero = not (down.any() and up.any())
-            expect(zero, "one of down and up must begin as zeros: at first the layer is exactly the base.")
+            expect(not (up @ down).any(), "up @ down must be zero at first: let one of the two begin as zeros.")
             got = _output(adapted, x, base, down, up, alpha)
-            why = "one of the two is zeros, so adapted must give base(x), bias included, and no more."
+            why = "up @ down is zero, so adapted must give base(x), bias included, and no more."
             expect(_same(got, base(x)), f"before the first step the output differs from the base's: {why}")
             got.square().sum().backward()
             moving = any(p.grad is not None and p.grad.any() for p in (down, up))
