@@ -300,7 +300,7 @@ MISTAKES = {
     "updates, then steps": ([(UPDATE, ""), ("    scaler.step(", UPDATE + "    scaler.step(")], ["scaler.update()"]),
     "goes backward on the sum": ([("scale(loss)", "scale(loss * len(labels))")], ["on the sum of the losses"]),
     "clips by the largest": ([("(), max_norm)", "(), max_norm, math.inf)")], ["Euclidean"]),
-    "stretches": ([(CLIP, CLIP.replace("    nn", "    norm = nn") + STRETCH)], ["clipping only ever shortens"]),
+    "stretches": ([(CLIP, CLIP.replace("    nn", "    norm = nn") + STRETCH)], ["clipping only shortens"]),
     "multiplies the loss": ([("scale(loss)", "scale(loss * 1024)")], ["that nobody divides out"]),
     "softmax twice": ([("model(inputs)", "model(inputs).softmax(-1)")], ["the softmax inside"]),
     "a detached tensor": ([(RETURN, "return loss.detach()")], ["not Tensor."]),

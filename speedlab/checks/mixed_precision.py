@@ -341,8 +341,8 @@ _FAULTS = {
     "summed": "backward() ran on the sum of the losses: call it on their mean, which you return.",
     "clipped by the largest": "the norm to clip is the Euclidean one, clip_grad_norm_'s default, not the largest "
     "number.",
-    "stretched": "each gradient came out as long as max_norm. Were shorter ones stretched (clipping only shortens), or "
-    "was the loss multiplied by a number that nobody divides out (only scaler.scale may)?",
+    "stretched": "each gradient came out as long as max_norm. Were shorter ones stretched (clipping only shortens), "
+    "or was the loss multiplied by a number that nobody divides out (only scaler.scale may)?",
 }
 
 
