@@ -67,13 +67,13 @@ def sentence(name: str) -> str:
     for where, row in best(name).items():
         used = ""
         if row["device"] == "cpu":
-            aim = f", where {row['target']:.0%} is the aim" if "target" in row and not row["noisy"] else ""
-            used = f", at {row['mfu_product']:.0%} of the machine's own matrix product{aim}"
+            aim = f" (aim: {row['target']:.0%})" if "target" in row and not row["noisy"] else ""
+            used = f", at {row['mfu_product']:.0%} of a matrix product's FLOP/s{aim}"
         said.append(
             f"{row['speedup']:.1f} times ({row['speedup_low']:.1f} to {row['speedup_high']:.1f}) as fast as strict "
             f"fp32 with the rung *{row['rung']}*{used} ({where})"
         )
-    return f"{TASKS[name]}, the rung with the highest median that still trains: {'; '.join(said)}." if said else ""
+    return f"{TASKS[name]}, the best rung that still trains: {'; '.join(said)}." if said else ""
 
 
 def figure(name: str) -> Figure:
