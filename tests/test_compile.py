@@ -185,6 +185,15 @@ def test_plans_compute_what_eager_computes_and_leave_nothing_behind(unit):
 # --- cold starts ------------------------------------------------------------------------------------------
 
 
+def test_launches_that_a_gpu_would_record_are_found_in_their_partition(unit):
+    import inductor
+
+    parts = "def partition_0(args):\n    triton_poi_fused_0.run(x, stream=0)\n"
+    whole = "class Runner:\n    def call(self, args):\n        triton_poi_fused_1.run(x, stream=0)\n"
+    for source, first in ((parts + whole, 2), (whole, 1)):
+        assert len(inductor._KERNEL.findall(source[inductor._CALLS.search(source).start() :])) == first
+
+
 def test_a_start_that_hangs_or_fails_is_said(unit, monkeypatch, tmp_path):
     import cold_start
 

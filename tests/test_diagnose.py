@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import first_project
 import numpy as np
@@ -45,6 +46,7 @@ from speedlab.diagnose.climb import RUNGS, apart, blocks, climb, trains
 from speedlab.diagnose.jobs import load, mapped
 from speedlab.diagnose.jobs import tensors as flat
 from speedlab.diagnose.report import duration
+from speedlab.diagnose.rules import tf32_flops
 from speedlab.measure import Comparison, Ratio, Timing
 
 DEVICE = patients.DEVICE
@@ -374,6 +376,41 @@ def test_on_an_nvidia_gpu_tf32_is_a_technique_and_convolutions_have_it_already()
     assert tf32(images, gpu).at_most == pytest.approx((4, 4)) and tf32(images, rounded).at_most == (1, 1)
     assert estimate(images, rounded).total == pytest.approx(estimate(images, gpu).total / 4)
     assert estimate(products, rounded).total == estimate(products, gpu).total
+
+
+@pytest.mark.parametrize("flag", ["none", "ieee", "tf32"])
+def test_tf32_is_measured_whichever_flag_a_script_has_set(flag, monkeypatch):
+    """After torch's newer flags, its older functions raise."""
+    matmul, seen = torch.backends.cuda.matmul, []
+    measured = SimpleNamespace(__wrapped__=lambda dtype: seen.append(matmul.fp32_precision) or 1.0)
+    monkeypatch.setattr(machine, "peak_flops", measured)
+    before, matmul.fp32_precision = matmul.fp32_precision, flag
+    try:
+        assert tf32_flops() == 1.0
+        assert seen == ["tf32"] and matmul.fp32_precision == flag
+    finally:
+        matmul.fp32_precision = before
+
+
+def test_beside_a_gpu_an_optimizers_own_counters_are_neither_launches_nor_waits():
+    model, batch = nn.Linear(4, 4), torch.randn(2, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(batch).sum().backward()
+    optimizer.step()  # makes the optimizer's state
+
+    def names(on_gpu: bool) -> collections.Counter:
+        watch = counting._Watch(model, optimizer, batch)
+        watch.on_gpu = on_gpu
+        model(batch).sum().backward()
+        with watch:
+            optimizer.step()
+            torch.zeros(()).item()
+        reads = watch.syncs.total()
+        return collections.Counter(o.name for o in watch.operations) + collections.Counter(waits=reads)
+
+    here, there = names(on_gpu=False), names(on_gpu=True)
+    assert here.pop("_local_scalar_dense") > 1 and here.pop("waits") == 1
+    assert here == there
 
 
 def test_backward_belongs_to_the_module_of_its_forward():

@@ -37,7 +37,13 @@ if rank == 1:
 time.sleep(600)
 """
 HANG = "time.sleep(600)"
-CALLER = "import sys; from speedlab import launch; launch.run(sys.argv[1], 2, sys.argv[2], timeout=300)"
+CALLER = """
+import sys
+from speedlab import launch
+launch.run(sys.argv[1], 2, sys.argv[2], timeout=300, environment={"CUDA_VISIBLE_DEVICES": sys.argv[3]})
+"""
+# Ranks that may see a GPU are no copies of torchrun, but begin and end alike.
+either_way = pytest.mark.parametrize("visible", ["", "0"])
 
 
 @pytest.fixture
@@ -133,9 +139,11 @@ print(sys.argv[1:], os.path.basename(sys.path[0]) == os.path.basename(os.path.di
 """
 
 
-def test_a_rank_runs_what_was_registered_for_its_end_and_is_spared_pythons_shutting_down(tmp_path):
+@either_way
+def test_a_rank_runs_what_was_registered_for_its_end_and_is_spared_pythons_shutting_down(visible, tmp_path):
     (tmp_path / "task.py").write_text(ENDING, encoding="utf-8")
-    assert launch.run(tmp_path / "task.py", 1, "a b").outputs == ("['a b'] True; registered\n",)
+    done = launch.run(tmp_path / "task.py", 1, "a b", environment={"CUDA_VISIBLE_DEVICES": visible})
+    assert done.outputs == ("['a b'] True; registered\n",)
 
 
 STATE = """
@@ -147,9 +155,17 @@ os.write(1, b"past Python\\n")
 """
 
 
-def test_a_rank_begins_as_a_python_of_its_own_does(tmp_path):
+@either_way
+def test_a_rank_begins_as_a_python_of_its_own_does(visible, tmp_path):
     (tmp_path / "task.py").write_text(STATE, encoding="utf-8")
-    assert launch.run(tmp_path / "task.py", 2).outputs == ("[True, True] False past Python\n",) * 2
+    done = launch.run(tmp_path / "task.py", 2, environment={"CUDA_VISIBLE_DEVICES": visible})
+    assert done.outputs == ("[True, True] False past Python\n",) * 2
+
+
+def test_a_rank_that_may_see_a_gpu_is_no_copy_of_torchrun(tmp_path):
+    """torchrun looks for a GPU before it copies itself, and CUDA cannot be used in a copy of a process that has."""
+    (tmp_path / "task.py").write_text("import torch\nprint(torch.cuda._is_in_bad_fork(), end='')", encoding="utf-8")
+    assert launch.run(tmp_path / "task.py", 1, environment={"CUDA_VISIBLE_DEVICES": "0"}).outputs == ("False",)
 
 
 @pytest.mark.parametrize(("end", "code", "said"), [("3", 3, ""), ("'no such thing'", 1, "no such thing")])
@@ -172,8 +188,9 @@ def test_ranks_that_hang_are_ended_when_time_runs_out(script, tmp_path, temporar
 
 @pytest.mark.skipif(os.name != "posix", reason="sends POSIX signals")
 @pytest.mark.parametrize("way", ["SIGINT", "SIGKILL"])
-def test_ranks_do_not_outlive_an_interrupted_or_killed_caller(way, script, tmp_path, temporary):
-    command = [sys.executable, "-c", CALLER, str(script(HANG)), str(tmp_path)]
+@either_way
+def test_ranks_do_not_outlive_an_interrupted_or_killed_caller(visible, way, script, tmp_path, temporary):
+    command = [sys.executable, "-c", CALLER, str(script(HANG)), str(tmp_path), visible]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as caller:
         assert wait_for(lambda: len(started(tmp_path)) == 4), "the ranks did not start"
         caller.send_signal(getattr(signal, way))

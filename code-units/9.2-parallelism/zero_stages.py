@@ -8,6 +8,7 @@ import json
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -16,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 MICRO_BATCHES, ROWS, WIDTH = 3, 8, 32
 dist.init_process_group("gloo")
 rank, world_size = dist.get_rank(), dist.get_world_size()
+mesh = init_device_mesh("cpu", (world_size,))  # else fully_shard takes a GPU that it sees
 
 
 class Wire(TorchDispatchMode):
@@ -52,7 +54,7 @@ def wrap(model, stage):
         return DistributedDataParallel(model)
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if stage == 3 else MixedPrecisionPolicy()
     for part in (*model, model):
-        fully_shard(part, reshard_after_forward=stage == 3, mp_policy=policy)
+        fully_shard(part, mesh=mesh, reshard_after_forward=stage == 3, mp_policy=policy)
     return model
 
 

@@ -72,7 +72,8 @@ def peak_bytes(model: nn.Module, optimizer: torch.optim.Optimizer, step: Callabl
     tracker.track_inputs(())
     with tracker:
         step()
-    (found,) = tracker.get_tracker_snapshot("peak").values()
+    # of this device: Adam's step counters are on the CPU
+    found = tracker.get_tracker_snapshot("peak")[next(model.parameters()).device]
     sizes = {str(getattr(kind, "value", kind)).lower(): size for kind, size in found.items()}
     gathered = sizes["unsharded param"] + sizes["all gather"]
     gradients = sizes["sharded grad"] + sizes["unsharded grad"] + sizes["reduce scatter"]

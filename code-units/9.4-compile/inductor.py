@@ -25,6 +25,7 @@ from torch._inductor.graph import GraphLowering  # noqa: E402
 
 config.compile_threads = 1  # a pool of compiling processes would outlive the lesson
 _KERNEL = re.compile(r"(?m)^\s+(?:cpp_fused\w*\(|triton_\w+\.run\()")
+_CALLS = re.compile(r"def (?:partition_0|call)\(")  # where launches begin; what a GPU records has partitions
 _CAST = re.compile(r"static_cast<\w+>\((-?[\w.]+?)L?\)")  # of a name or a number
 _REMARKS = {
     "#pragma omp parallel": "shared among the cores",
@@ -83,7 +84,7 @@ def plans(work: Callable[[], object]) -> list[Plan]:
     def read(graph: GraphLowering) -> SimpleNamespace:
         operations = graph.orig_gm
         source = graph.codegen()[0].value
-        call = source[source.find("def call(") :]
+        call = source[_CALLS.search(source).start() :]
         found.append(Plan(len(_KERNEL.findall(call)), len(_LIBRARY.findall(call)), graph.count_bytes()[0], source))
         return SimpleNamespace(call=lambda inputs: torch.fx.Interpreter(operations).run(*inputs))
 
@@ -109,6 +110,15 @@ def tools() -> Table:
     compiler = compat.compiler() or compat.NO_COMPILER
     rows = (("folder for compiled kernels", compat.compile_cache()), ("compiler for kernels", compiler))
     return Table(("torch.compile", "found"), rows, stamp=True)
+
+
+def builds_packages() -> bool:
+    """Whether AOTInductor can build a package here: its host code is C++, and on a GPU needs the CUDA toolkit."""
+    if not compat.compiler() or not compat.compiler("cpu"):
+        return False
+    from torch.utils.cpp_extension import CUDA_HOME
+
+    return machine.device().type == "cpu" or CUDA_HOME is not None
 
 
 class Recorder:

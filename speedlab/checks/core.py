@@ -525,7 +525,8 @@ def on_ranks(work: Callable, ranks: int, *answers: Callable, seconds: float = 60
         "given": given,
         "seconds": seconds,
     }
-    paths = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    # on the CPU, also where there is a GPU for each: the answers' tensors are
+    paths = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "CUDA_VISIBLE_DEVICES": ""}
     with tempfile.TemporaryDirectory(prefix="speedlab-") as folder:
         Path(folder, "task.json").write_text(json.dumps(task), encoding="utf-8")
         try:

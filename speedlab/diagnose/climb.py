@@ -32,7 +32,7 @@ from speedlab.diagnose.jobs import (
     tensors,
     untouched,
 )
-from speedlab.diagnose.rules import LARGER, Device, advise
+from speedlab.diagnose.rules import LARGER, Device, advise, rounding
 from speedlab.measure import Comparison, compare
 
 # How far outputs and gradients may be off, relative to their norm: rounding in fp32, and in bf16's 8 bits.
@@ -80,8 +80,8 @@ def autocast(job: Job) -> Job | str:
 
 def compiled(job: Job) -> Job | str:
     """The model's repeated blocks compiled; the whole model where it has none, or more kinds than Dynamo keeps."""
-    if not compat.compiler():
-        return "There is no C++ compiler for torch.compile."
+    if not compat.compiler(next((p.device.type for p in job.make_model().parameters()), "cpu")):
+        return "Nothing here compiles for torch.compile: a CPU needs a C++ compiler, a GPU Triton."
     kinds = {(type(block), *(p.shape for p in block.parameters())) for block in blocks(job.make_model())}
     # all share Dynamo's limit of eight versions of one function; a kind needs one to train and one for the proof
     return _on(job, lambda model: blocks(model) if 0 < len(kinds) < 4 else [model], lambda part: part.compile())
@@ -333,7 +333,9 @@ def apart(job: Job, changed: Job) -> float:
     (model, optimizer), (other, its) = made
     with one_sentence("load_state_dict of the model's own state_dict"):
         other.load_state_dict(model.state_dict())
-    with one_sentence("The proof, on the changed batch in evaluation mode,"):
+    # in TF32, in which cuDNN computes convolutions, equal networks differ by more than what is counted as equal
+    exact = rounding(torch.backends.cudnn.conv, "ieee") if torch.cuda.is_available() else contextlib.nullcontext()
+    with one_sentence("The proof, on the changed batch in evaluation mode,"), exact:
         batch = changed.make_batch(job.batch_size)
         seen, its_own = _outputs(job, model, batch), _outputs(changed, other, batch)
     if len(seen) != len(its_own):

@@ -215,6 +215,7 @@ class _Watch(TorchDispatchMode):
         self.names, self.running = {id(module): name for name, module in model.named_modules()}, []
         self.module_of: dict[int, str] = {}
         self.shapes = {tuple(sorted(p.shape)) for p in model.parameters()}
+        self.on_gpu = any(p.is_cuda for p in model.parameters())
         for tensor in self.kept():
             self.hold(tensor, was_there=True)
 
@@ -253,8 +254,12 @@ class _Watch(TorchDispatchMode):
         masked = name in _INDEXING and any(t.dtype == torch.bool for t in tensors(args[1]))
         # one number of the host is filled in where a mask is true, without a list of the places
         fills = masked and name != "index" and args[2].numel() == 1 and args[2].is_cpu and True not in args[3:]
-        waits = name in _WAITS and kwargs.get("output_size") is None  # of repeat_interleave: then it need not add up
-        if waits or (masked and not fills):
+        # beside a GPU, reading a number on the CPU, as an optimizer does of its counters, neither launches nor waits
+        counter = name == "_local_scalar_dense" and self.on_gpu and args[0].is_cpu
+        summed = kwargs.get("output_size") is not None  # of repeat_interleave: then it need not add up
+        waits = name in _WAITS and not summed and not counter
+        to_host = name == "_to_copy" and args[0].is_cuda and out.is_cpu and not kwargs.get("non_blocking")
+        if waits or to_host or (masked and not fills):
             self.sync()
         # attention bears this tag also where it drops nothing
         named = {of.name: given for of, given in zip(func._schema.arguments, args, strict=False)} | kwargs
@@ -262,7 +267,7 @@ class _Watch(TorchDispatchMode):
             name += f"_{len(named['stride'])}d"
         keeps_all = "scaled_dot_product" in name and not named.get("dropout_p")
         self.draws += torch.Tag.nondeterministic_seeded in func.tags and not keeps_all
-        if func.is_view or name in _NOTHING_LAUNCHED or func.namespace in _NO_WORK:
+        if func.is_view or name in _NOTHING_LAUNCHED or func.namespace in _NO_WORK or counter:
             return out
         taken, given = _read_and_written(func, args, kwargs, out)
         self.writes.update(weakref.ref(t.untyped_storage()) for t in given)
@@ -376,7 +381,7 @@ class _Methods(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         name = getattr(func, "__name__", "")
-        copies = name in _COPIES and isinstance(args[0], torch.Tensor)
+        copies = name in _COPIES and isinstance(args[0], torch.Tensor) and not args[0].is_cuda  # that is seen below
         if copies and all(ref() is not args[0] for ref in self.on_host):
             self.watch.sync()
         # a GPU does not look whether the labels are below a number of classes that is given

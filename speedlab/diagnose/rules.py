@@ -5,7 +5,8 @@ FLOPs at the rate of its dtype (Williams et al. 2009, with a launch added). Byte
 every figure is made twice, with bytes from memory and with bytes for nothing; a bound is the interval between them.
 """
 
-from collections.abc import Callable, Iterable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -56,11 +57,8 @@ class Device:
         rates = {name: machine.peak_flops(name) for name in ("fp32", "bf16", "fp16")}
         name, is_gpu = "this machine", where.type == "cuda"
         if is_gpu:
-            before = torch.get_float32_matmul_precision()
-            torch.set_float32_matmul_precision("high")
-            rates["tf32"] = machine.peak_flops.__wrapped__("fp32")
-            torch.set_float32_matmul_precision(before)
-        rounded = is_gpu and torch.backends.cudnn.allow_tf32
+            rates["tf32"] = tf32_flops()
+        rounded = is_gpu and torch.backends.cudnn.conv.fp32_precision == "tf32"
         return cls(name, min(spent), machine.copy_bandwidth(), rates, asynchronous=is_gpu, tf32_convolutions=rounded)
 
     def costs(self, operation: Operation) -> dict[str, float]:
@@ -78,6 +76,23 @@ class Device:
         """What an operation waits for most."""
         costs = self.costs(operation)
         return max(costs, key=costs.get)
+
+
+@contextlib.contextmanager
+def rounding(flag: object, kind: str) -> Iterator[None]:
+    """Round the factors of what obeys this flag of torch.backends to 'ieee' or 'tf32'. torch's older functions raise
+    where a script has set one of these flags."""
+    before, flag.fp32_precision = flag.fp32_precision, kind
+    try:
+        yield
+    finally:
+        flag.fp32_precision = before
+
+
+def tf32_flops() -> float:
+    """The best rate of an fp32 product in TF32 on a GPU, in FLOP/s."""
+    with rounding(torch.backends.cuda.matmul, "tf32"):
+        return machine.peak_flops.__wrapped__("fp32")
 
 
 @dataclass(frozen=True)
