@@ -56,9 +56,9 @@ def run(
     """Run `script` on so many processes, as torchrun does, and return what each of them printed.
 
     The processes see the machine's GPUs where there is one for each, and none otherwise: the script takes NCCL if
-    `torch.cuda.is_available()`, else gloo; torchrun waits on after `os._exit(0)`. `environment` is added to theirs,
-    `options` go to torchrun. After `timeout` seconds, or at an interrupt, all are ended. Raises LaunchError, the
-    traceback of the rank that failed first on top, and ValueError for a missing script, or no positive number.
+    `torch.cuda.is_available()`, else gloo, where torchrun waits on after `os._exit(0)`. `environment` is added to
+    theirs, `options` go to torchrun. After `timeout` seconds, or at an interrupt, all are ended. Raises LaunchError,
+    the traceback of the rank that failed first on top, and ValueError for a missing script, or no positive number.
     """
     script = Path(script).resolve()
     if not script.is_file():
@@ -175,9 +175,9 @@ def _end_family(pid: int) -> None:
     psutil.wait_procs(family, timeout=10)
 
 
-def _end_with_the_caller() -> None:
+def _end_with_the_caller(pipe: int) -> None:
     """Wait until nobody holds the other end of the pipe, then end this process and what it started."""
-    os.read(int(os.environ[_PIPE]), 1)  # nothing is ever written: it returns when the other end closes
+    os.read(pipe, 1)  # nothing is ever written: it returns when the other end closes
     for child in psutil.Process().children():
         _end_family(child.pid)
     os._exit(1)
@@ -192,7 +192,11 @@ def _rank(script: str, arguments: list[str]) -> int:
     # a copy has the launcher's handlers
     for name in ("SIGTERM", "SIGHUP", "SIGQUIT", "SIGINT") if _is_copy() else ():
         signal.signal(getattr(signal, name), signal.default_int_handler if name == "SIGINT" else signal.SIG_DFL)
-    threading.Thread(target=_end_with_the_caller, daemon=True).start()
+    pipe = int(os.environ[_PIPE])
+    if not _is_copy():  # then it is the standard input, which is to be empty for the script
+        pipe, empty = os.dup(pipe), os.open(os.devnull, os.O_RDONLY)
+        os.dup2(empty, 0)
+    threading.Thread(target=_end_with_the_caller, args=[pipe], daemon=True).start()
     sys.path[0], sys.argv = str(Path(script).parent), [script, *arguments]
     code: object = 0
     try:

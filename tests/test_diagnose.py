@@ -392,6 +392,22 @@ def test_tf32_is_measured_whichever_flag_a_script_has_set(flag, monkeypatch):
         matmul.fp32_precision = before
 
 
+@pytest.mark.parametrize("flag", ["", "ieee"])
+def test_a_proof_turns_tf32_off_whichever_flag_a_script_has_set(flag):
+    cudnn, seen = torch.backends.cudnn, lambda: (cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision)
+    usual = cudnn.conv.fp32_precision
+    cudnn.conv.fp32_precision = flag or usual
+    try:
+        before = seen()
+        with climbing.strict():
+            assert "tf32" not in seen()
+            if not flag:
+                assert cudnn.allow_tf32 is False, "what a model reads in its own loss does not raise"
+        assert seen() == before and "tf32" in before
+    finally:
+        cudnn.conv.fp32_precision = usual
+
+
 def test_beside_a_gpu_an_optimizers_own_counters_are_neither_launches_nor_waits():
     model, batch = nn.Linear(4, 4), torch.randn(2, 4)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -1100,7 +1116,7 @@ def test_a_step_in_micro_batches_holds_what_its_peak_has_room_for():
 
 def test_only_blocks_of_few_kinds_are_compiled_each(monkeypatch):
     """Dynamo keeps eight versions of compiled modules in all, and runs the others in eager mode."""
-    monkeypatch.setattr(compat, "compiler", lambda: "g++")
+    monkeypatch.setattr(compat, "compiler", lambda kind=None: "g++")
     compiled = lambda module: module._compiled_call_impl is not None  # noqa: E731
     pair = lambda width: nn.Sequential(nn.Linear(4, width), nn.Linear(width, 4))  # noqa: E731
     for widths, each in (((3, 3, 3, 3), True), ((3, 4, 5, 6), False)):

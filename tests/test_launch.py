@@ -162,6 +162,13 @@ def test_a_rank_begins_as_a_python_of_its_own_does(visible, tmp_path):
     assert done.outputs == ("[True, True] False past Python\n",) * 2
 
 
+@either_way
+def test_a_ranks_standard_input_is_empty(visible, tmp_path):
+    (tmp_path / "task.py").write_text("import sys\nprint(repr(sys.stdin.read()), end='')", encoding="utf-8")
+    done = launch.run(tmp_path / "task.py", 1, environment={"CUDA_VISIBLE_DEVICES": visible}, timeout=60)
+    assert done.outputs == ("''",)
+
+
 def test_a_rank_that_may_see_a_gpu_is_no_copy_of_torchrun(tmp_path):
     """torchrun looks for a GPU before it copies itself, and CUDA cannot be used in a copy of a process that has."""
     (tmp_path / "task.py").write_text("import torch\nprint(torch.cuda._is_in_bad_fork(), end='')", encoding="utf-8")

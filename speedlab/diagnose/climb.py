@@ -9,7 +9,7 @@ import copy
 import functools
 import itertools
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from unittest.mock import patch
 
@@ -318,6 +318,22 @@ def _try(
     return (changed, after, rung) if kept else (job, before, rung)
 
 
+@contextlib.contextmanager
+def strict() -> Iterator[None]:
+    """Without TF32 in cuDNN: in it, equal networks differ by more than what is counted as equal."""
+    cudnn = torch.backends.cudnn
+    try:
+        before, cudnn.allow_tf32 = cudnn.allow_tf32, False
+    except RuntimeError:  # a script has set one of the newer flags
+        with rounding(cudnn.conv, "ieee"), rounding(cudnn.rnn, "ieee"):
+            yield
+        return
+    try:
+        yield
+    finally:
+        cudnn.allow_tf32 = before
+
+
 @untouched()
 def apart(job: Job, changed: Job) -> float:
     """How far a changed job is from the job, |a - b| / |a|, at equal weights on an equal batch, without dropout.
@@ -333,9 +349,7 @@ def apart(job: Job, changed: Job) -> float:
     (model, optimizer), (other, its) = made
     with one_sentence("load_state_dict of the model's own state_dict"):
         other.load_state_dict(model.state_dict())
-    # in TF32, in which cuDNN computes convolutions, equal networks differ by more than what is counted as equal
-    exact = rounding(torch.backends.cudnn.conv, "ieee") if torch.cuda.is_available() else contextlib.nullcontext()
-    with one_sentence("The proof, on the changed batch in evaluation mode,"), exact:
+    with one_sentence("The proof, on the changed batch in evaluation mode,"), strict():
         batch = changed.make_batch(job.batch_size)
         seen, its_own = _outputs(job, model, batch), _outputs(changed, other, batch)
     if len(seen) != len(its_own):

@@ -381,7 +381,7 @@ class _Methods(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         name = getattr(func, "__name__", "")
-        copies = name in _COPIES and isinstance(args[0], torch.Tensor) and not args[0].is_cuda  # that is seen below
+        copies = name in _COPIES and isinstance(args[0], torch.Tensor) and not self.watch.on_gpu  # there, below
         if copies and all(ref() is not args[0] for ref in self.on_host):
             self.watch.sync()
         # a GPU does not look whether the labels are below a number of classes that is given

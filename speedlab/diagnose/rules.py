@@ -81,7 +81,7 @@ class Device:
 @contextlib.contextmanager
 def rounding(flag: object, kind: str) -> Iterator[None]:
     """Round the factors of what obeys this flag of torch.backends to 'ieee' or 'tf32'. torch's older functions raise
-    where a script has set one of these flags."""
+    where a script has set one of these flags. A flag that followed a more general one keeps its value afterwards."""
     before, flag.fp32_precision = flag.fp32_precision, kind
     try:
         yield
