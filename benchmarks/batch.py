@@ -1,4 +1,4 @@
-"""Throughput and memory of a training step by batch size: where the device is full, and where memory ends."""
+"""Throughput and memory of a training step by batch size: where the device is full, and what memory that takes."""
 
 import functools
 import sys
@@ -20,9 +20,11 @@ def measured(name: str, batch: int, session: Session, rows: list[dict]) -> list[
     half = "bf16" if machine.is_fast("bf16") else "fp32"
     settings = replace(settings_in(work, half, batch), fused=True)
     row = {"task": f"a training step of {name} in {half}", "model": name, "batch": batch}
+    product = product_flops()
     if session.on_gpu:
+        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    run, data, product = work.training(settings), work.fixed(settings, batch), product_flops()
+    run, data = work.training(settings), work.fixed(settings, batch)
     timing = measure.time_step(step_of(run, data), seconds=session.seconds / 2)
     wide = data[0]["input_ids"].shape[1] if "input_ids" in data[0] else 0
     rate = batch / timing.median

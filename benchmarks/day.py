@@ -113,6 +113,7 @@ class Day:
     def part(self, section: str, items: list[Item], order: list[str]) -> bool:
         """Measure the items that the file lacks and that there is time for; say whether there was time for all."""
         rows, before = self.known(section)
+        rows = [row for row in rows if row["item"] in order]  # not those of an older list of items
         before, whole = before or self.products(), True
         print(f"\n{section}", flush=True)
         for item in items:

@@ -42,7 +42,9 @@ def items(kind: type[Workload], session: Session) -> Iterator[Item]:
     race = Race(workload, session.seconds)
     seconds = 10 if session.tiny else 40 if session.on_gpu else 300
     for rung, settings in climb(workload.start(), workload.rungs(), lambda rung: lacking(rung, session.device)):
-        yield Item(rung.name, seconds, functools.partial(measured, race, rung, settings))
+        # the start of the ladder to an accuracy trains with many seeds; compiling takes about a minute
+        longer = session.on_gpu and (settings.compiled or (kind is Accuracy and settings == workload.start()))
+        yield Item(rung.name, 120 if longer else seconds, functools.partial(measured, race, rung, settings))
 
 
 def measured(race: Race, rung: Rung, settings: Settings, rows: list[dict]) -> list[dict]:

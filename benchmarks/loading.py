@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import statistics
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -29,7 +30,8 @@ def training(workers: int, pinned: bool, session: Session, rows: list[dict]) -> 
     run = work.build(settings)
     with run.numerics():
         timing = measure.time_step(run.step, seconds=session.seconds)
-    rate = batch / timing.median
+    # the mean: batches of several workers come in bursts, of which a median sees the fast ones alone
+    rate = batch / statistics.fmean(timing.samples)
     row = {
         "task": task,
         "workers": workers,

@@ -20,7 +20,7 @@ from torchvision.models.vision_transformer import VisionTransformer
 from benchmarks import day
 from benchmarks.day import Item, Session
 from benchmarks.race import too_little_memory
-from benchmarks.workloads import default_dtype
+from benchmarks.workloads import as_a_gpu_keeps_it, default_dtype
 from speedlab import count
 from speedlab.data import models
 
@@ -99,7 +99,7 @@ def checkpointed(forward: Callable) -> Callable:
 
 def predict(chosen: Configuration, tiny: bool = False) -> int:
     """Peak allocated bytes, found on fake CPU tensors: nothing is computed, and no device is needed."""
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), as_a_gpu_keeps_it():
         warnings.filterwarnings("ignore", "Module is None")  # the tracker, of a model inside a model
         return count.predict_peak_memory(lambda: build(chosen, "cpu", tiny)).total
 

@@ -121,7 +121,8 @@ def items(session: Session) -> Iterator[Item]:
     for at in range(0, len(order), beside):
         first, *others = group = order[at : at + beside]
         name = first.relative_to(ROOT).as_posix() + (f" and {len(others)} more" if others else "")
-        yield Item(name, seconds[first] * (1 if beside == 1 else 2), functools.partial(together, group, session))
+        # side by side, some take until their time is up
+        yield Item(name, seconds[first] if beside == 1 else _TIMEOUT, functools.partial(together, group, session))
 
 
 if __name__ == "__main__":

@@ -190,6 +190,13 @@ def test_an_item_that_ends_the_process_twice_is_left_out(tmp_path, capsys):
     assert run(one(ended), tmp_path) == 0 and "it ended 2 calls" in capsys.readouterr().out
 
 
+def test_rows_of_items_that_are_no_more_give_way(tmp_path):
+    measure = lambda rows: [{"task": "x", "found": "1 s"}]  # noqa: E731
+    assert run(one(measure, "before"), tmp_path) == run(one(measure, "now"), tmp_path) == 0
+    [path] = tmp_path.glob("*.json")
+    assert [row["item"] for row in results.load(path)["part"]["rows"]] == ["now"]
+
+
 @pytest.mark.parametrize("change", [{"commit": "other"}, {"versions": {}}, {"threads": 99}, {"machine": "other"}])
 def test_rows_of_another_machine_version_or_commit_are_not_taken_over(change, tmp_path):
     asked = []

@@ -4,9 +4,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional as F
 
 from benchmarks import memory
 from benchmarks.day import Session
+from speedlab import count
 
 PLAIN = memory.Configuration("vit_b_16", 8)
 PARAMETERS = sum(p.numel() for p in memory.tiny_model(10).parameters())
@@ -33,6 +36,15 @@ def test_sixteen_bits_and_checkpointing_save():
     assert predicted(batch=256, precision="bf16-true") < 0.6 * whole
     assert predicted(batch=256, precision="bf16-mixed") < 0.8 * whole
     assert predicted(batch=256, checkpointing=True) < 0.8 * whole
+
+
+def test_attention_with_dropout_is_predicted_without_the_scores_which_a_gpu_does_not_keep():
+    q = torch.randn(2, 3, 64, 8, requires_grad=True)
+    attention = lambda: F.scaled_dot_product_attention(q, q, q, dropout_p=0.1)  # noqa: E731
+    scores = 2 * 3 * 64 * 64 * 4
+    assert count.saved_bytes(attention, nn.Module()).bytes > 2 * scores
+    with memory.as_a_gpu_keeps_it():
+        assert count.saved_bytes(attention, nn.Module()).bytes < scores
 
 
 def test_the_default_dtype_is_put_back():

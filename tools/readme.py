@@ -110,9 +110,9 @@ def results_page() -> str:
         "median of the paired speed-ups; after the cost of measuring, the smallest and the largest of its repeats. "
         "Compare the rungs of a ladder by the factors, which are of pairs timed in turns: what is per second, and "
         "the share, are of their own moment. The share is of a matrix product in bf16 where bf16 is fast, for fp32 "
-        "rungs too, and padding counts as no work; the product is measured just before and after the rung. Where "
-        "two shares stand, the first is of the data sheet's peak. The loss is the one after a few steps on the "
-        "same few samples. A single number for memory is the prediction: a CPU measures none.",
+        "rungs too, and on a ladder padding counts as no work; the product is measured just before and after the "
+        "rung. Where two shares stand, the first is of the data sheet's peak. The loss is the one after a few steps "
+        "on the same few samples. A single number for memory is the prediction: a CPU measures none.",
         "",
         "On the ladder to an accuracy, the seconds are computed: the median of the steps that three seeds took, "
         "times the seconds of a step, without validation. Its brackets show how the seeds differ, not the clock; "
