@@ -1,13 +1,13 @@
 """Run a script on several processes from a notebook or a test, and leave nothing behind.
 
-The processes are started by `python -m torch.distributed.run --standalone`, each as this file, which runs the given
-script. They hold one end of a pipe: the other closes when the caller dies, and each then ends itself and what it
-started. On Linux, where they see no GPU, they are copies of torchrun, which has imported torch by then; elsewhere a
-copy is not safe, and a copy of a process that has looked for a GPU cannot use one.
+`python -m torch.distributed.run --standalone` starts them, each as this file, which runs the given script. They hold
+one end of a pipe: the other closes when the caller dies, and each then ends itself and what it started. On Linux they
+are copies of torchrun, which has imported torch by then, unless they may see a GPU, which a copy could not use.
 """
 
 import atexit
 import contextlib
+import multiprocessing
 import os
 import re
 import runpy
@@ -24,7 +24,7 @@ from pathlib import Path
 
 import psutil
 
-_COPIED = ("--run-path", "--start-method=fork")
+_COPY = multiprocessing.parent_process() is not None
 _PIPE = "SPEEDLAB_LAUNCH_PIPE"
 
 
@@ -65,18 +65,18 @@ def run(
         raise ValueError(f"There is no script {script.name!r} in {script.parent.name!r}. Give the path of a file.")
     if processes < 1 or timeout <= 0:
         raise ValueError(f"processes={processes} and timeout={timeout} must both be positive.")
-    given = {**_environment(processes), **(environment or {})}
-    copied = sys.platform == "linux" and given.get("CUDA_VISIBLE_DEVICES") == ""
+    environment = _environment(processes) | dict(environment or {})
+    copied = sys.platform == "linux" and environment.get("CUDA_VISIBLE_DEVICES") == ""
     with tempfile.TemporaryDirectory(prefix="speedlab-", ignore_cleanup_errors=True) as folder:
         command = [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"),
-            *(f"--nproc-per-node={processes}", "--redirects=3", f"--log-dir={folder}", *_COPIED * copied, *options),
-            *(__file__, str(script), *map(str, arguments)),
+            *(f"--nproc-per-node={processes}", "--redirects=3", f"--log-dir={folder}", *options),
+            *(*["--run-path", "--start-method=fork"] * copied, __file__, str(script), *map(str, arguments)),
         ]
         start = time.perf_counter()
         report = Path(folder, "launcher.txt")
         with report.open("wb") as sink:
-            code = _finish(command, given, copied, sink, start + timeout)
+            code = _finish(command, environment, sink, start + timeout)
         seconds = time.perf_counter() - start
         outputs, errors = (_read(Path(folder), processes, stream, script) for stream in ("stdout", "stderr"))
         said = report.read_text(encoding="utf-8", errors="replace")
@@ -107,22 +107,19 @@ def _environment(processes: int) -> dict[str, str]:
         **os.environ,
         "PYTHONUNBUFFERED": "1",  # what a rank printed before it was killed is worth reading
         "PYTHONUTF8": "1",
+        **({"CUDA_VISIBLE_DEVICES": ""} if torch.cuda.device_count() < processes else {}),
     }
-    if torch.cuda.device_count() < processes:
-        environment["CUDA_VISIBLE_DEVICES"] = ""
     return {name: value for name, value in environment.items() if value or name == "CUDA_VISIBLE_DEVICES"}
 
 
-def _finish(
-    command: list[str], environment: dict[str, str], copied: bool, sink: object, deadline: float
-) -> int | None:
+def _finish(command: list[str], environment: dict[str, str], sink: object, deadline: float) -> int | None:
     """Run torchrun and return its exit code, None if time ran out. Leaving, in any way, ends all that it started."""
     theirs, ours = os.pipe()
     launcher = subprocess.Popen(
         command,
-        env={**environment, _PIPE: str(theirs) if copied else "0"},
+        env={**environment, _PIPE: str(theirs)},
         stdin=theirs,
-        pass_fds=[theirs] if copied else (),  # a copy's standard input is empty
+        pass_fds=[theirs] if sys.platform == "linux" else (),  # for copies, whose standard input is empty
         stdout=sink,
         stderr=subprocess.STDOUT,
         # Ctrl-C in a terminal reaches every process of a group: here it is for the caller alone
@@ -152,12 +149,8 @@ def _read(folder: Path, processes: int, stream: str, script: Path) -> tuple[str,
 def _accounts(launched: Launched, first: int) -> list[str]:
     """What the ranks have to say, the first one on top: the end of its stderr, then what it printed."""
     order = sorted(range(len(launched.outputs)), key=lambda rank: (rank != first, rank))
-    return [
-        f"[rank {rank}] {line}"
-        for rank in order
-        for text in (launched.errors[rank], launched.outputs[rank])
-        for line in text.strip().splitlines()[-40:]
-    ]
+    texts = [(rank, text) for rank in order for text in (launched.errors[rank], launched.outputs[rank])]
+    return [f"[rank {rank}] {line}" for rank, text in texts for line in text.strip().splitlines()[-40:]]
 
 
 def _end_family(pid: int) -> None:
@@ -183,20 +176,13 @@ def _end_with_the_caller(pipe: int) -> None:
     os._exit(1)
 
 
-def _is_copy() -> bool:
-    return os.environ[_PIPE] != "0"  # else the pipe is the standard input
-
-
 def _rank(script: str, arguments: list[str]) -> int:
     """Be one rank: run the script as Python would, and return the code to exit with."""
-    # a copy has the launcher's handlers
-    for name in ("SIGTERM", "SIGHUP", "SIGQUIT", "SIGINT") if _is_copy() else ():
+    for name in ("SIGTERM", "SIGHUP", "SIGQUIT", "SIGINT") if _COPY else ():  # a copy has the launcher's handlers
         signal.signal(getattr(signal, name), signal.default_int_handler if name == "SIGINT" else signal.SIG_DFL)
-    pipe = int(os.environ[_PIPE])
-    if not _is_copy():  # then it is the standard input, which is to be empty for the script
-        pipe, empty = os.dup(pipe), os.open(os.devnull, os.O_RDONLY)
-        os.dup2(empty, 0)
+    pipe = int(os.environ[_PIPE]) if _COPY else os.dup(0)
     threading.Thread(target=_end_with_the_caller, args=[pipe], daemon=True).start()
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # the script's own standard input is empty
     sys.path[0], sys.argv = str(Path(script).parent), [script, *arguments]
     code: object = 0
     try:
@@ -221,4 +207,4 @@ if __name__ == "__main__":
     ended = _rank(sys.argv[1], sys.argv[2:])
     # Python's own shutting down is left out, and a copy is spared it: DDP keeps the group's threads alive, and one
     # that lets go of a tensor meanwhile aborts the process (pytorch 190489). torchrun waits for a copy's return.
-    sys.exit(ended) if _is_copy() else os._exit(ended)
+    sys.exit(ended) if _COPY else os._exit(ended)
