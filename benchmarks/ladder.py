@@ -40,11 +40,11 @@ def items(kind: type[Workload], session: Session) -> Iterator[Item]:
     """An item per rung."""
     workload = kind(session.device, session.scale)
     race = Race(workload, session.seconds)
-    seconds = 10 if session.tiny else 40 if session.on_gpu else 300
     for rung, settings in climb(workload.start(), workload.rungs(), lambda rung: lacking(rung, session.device)):
-        # the start of the ladder to an accuracy trains with many seeds; compiling takes about a minute
-        longer = session.on_gpu and (settings.compiled or (kind is Accuracy and settings == workload.start()))
-        yield Item(rung.name, 120 if longer else seconds, functools.partial(measured, race, rung, settings))
+        seconds = 10 if session.tiny else 300
+        if session.on_gpu and not session.tiny:
+            seconds = workload.start_seconds if settings == workload.start() else 120 if settings.compiled else 40
+        yield Item(rung.name, seconds, functools.partial(measured, race, rung, settings))
 
 
 def measured(race: Race, rung: Rung, settings: Settings, rows: list[dict]) -> list[dict]:

@@ -17,6 +17,7 @@ from benchmarks.day import Session
 from benchmarks.ladder import WORKLOADS
 from benchmarks.workloads.vit import Vit
 from speedlab import count
+from speedlab.measure import Timing
 
 CPU = Session(torch.device("cpu"), "tiny", 1e-3)
 GPU = Session(torch.device("cuda"), "tiny", 1e-3)
@@ -63,6 +64,13 @@ def test_on_a_gpu_memory_is_read_from_the_allocator(monkeypatch):
     [row] = memory.run(memory.CONFIGURATIONS[0], GPU)
     assert (row["allocated"], row["reserved"]) == (1000, 2000) and built == ["cpu", "cuda"]
     assert "the prediction is off by" in row["found"]
+
+
+def test_the_rate_of_several_workers_counts_the_waits_between_their_bursts(monkeypatch):
+    waits = Timing(median=0.1, low=0.1, high=0.1, samples=(0.1, 0.1, 0.1, 1.7))
+    monkeypatch.setattr(loading.measure, "time_step", lambda step, seconds: waits)
+    [row] = loading.training(1, False, CPU, [])
+    assert row["rate"] == pytest.approx(row["batch"] / 0.5)
 
 
 @pytest.mark.parametrize("kind", WORKLOADS.values(), ids=WORKLOADS)

@@ -1,12 +1,14 @@
 """What the scripts of this unit share: their options, the reviews, and the way into the group of processes."""
 
 import argparse
+import contextlib
 import multiprocessing
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import NoReturn
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -56,6 +58,14 @@ def reviews(args: argparse.Namespace) -> tuple[list[Row], list[Row], Callable]:
     train = list(zip(found.train_texts, found.train_labels, strict=True))[: args.rows]
     held_out = list(zip(found.test_texts, found.test_labels, strict=True))[:301]
     return train[: len(train) // args.batch * args.batch], held_out, collate
+
+
+@contextlib.contextmanager
+def where_ranks_compute(ranks: int) -> Iterator[None]:
+    """Inside, this process trains on what so many ranks train on here: on a GPU only if there is one for each."""
+    where = machine.device() if torch.cuda.device_count() >= ranks else torch.device("cpu")
+    with patch.object(machine, "device", return_value=where):
+        yield
 
 
 def connect(timeout: float = 300.0) -> tuple[int, int, torch.device]:
