@@ -2,19 +2,22 @@
 
 import _thread
 import fractions
+import functools
 import math
+import pickle
 import queue
 import sys
 import threading
 import time
 
+import notebook_answers
 import numpy as np
 import pytest
 import torch
 from notebook_answers import defined
 from torch import nn
 
-from speedlab.checks import core
+from speedlab.checks import core, ranks
 from speedlab.checks.core import NotYetError, ask, check, close, diagnose, distance, expect, fail, where
 
 
@@ -405,21 +408,78 @@ def test_what_goes_wrong_on_a_rank_is_told():
         ({0: "RuntimeError: [gloo] closed", 1: "had not ended after 2 s"}, "On rank 1 of 2: had not ended"),
         ({1: "Connection reset"}, "On rank 1 of 2: Connection reset It waited for a rank that made no such call"),
         ({0: "Your code raised NameError: name 'x'"}, "define or import what it needs inside it."),
+        ({0: "at the line `model.to(rank)`: CUDA"}, "CUDA The ranks compute on the CPU"),
+        (
+            {0: "ValueError: trying to initialize the default process group twice!"},
+            "twice! The group is joined before",
+        ),
     ],
 )
 def test_the_cause_is_told_and_not_who_waited_for_it(wrong, words):
     assert words in core._cause(wrong, 2)
 
 
-def test_a_lambda_is_not_sent():
+def test_words_in_the_learners_line_are_not_the_networks():
+    told = core._cause({0: "Your code raised TypeError at the line `new_group('gloo', timeout=30)`: not a number"}, 2)
+    assert told.endswith("not a number")
+
+
+@pytest.mark.parametrize(
+    "answer", [lambda rank: rank, functools.partial(max, 2), print], ids=["lambda", "partial", "C"]
+)
+def test_what_is_no_function_is_not_sent(answer):
     with pytest.raises(NotYetError, match="with `def`"):
-        core.on_ranks(add_up, 2, lambda rank: rank, offset=9)
+        core.on_ranks(add_up, 2, answer, offset=9)
 
 
 def test_a_decorated_answer_travels_with_its_decorator_and_its_helpers():
     text = "def helper(x):\n    return x\n\n@torch.no_grad()\ndef f(x):\n    return helper(x)"
     sent = core.source(made(text, torch=torch)["f"])
     assert "import torch" in sent and "def helper" in sent and "@torch.no_grad()\ndef f" in sent
+
+
+TRAVELLING = {  # what stands at the top of the notebook: an expression that the answer returns, and its value
+    "a dataclass": (
+        "from dataclasses import dataclass\n\n@dataclass\nclass Plan:\n    share: int", "Plan(3).share", 3,
+    ),
+    "a named tuple": ("from typing import NamedTuple\n\nclass Plan(NamedTuple):\n    share: int", "Plan(3).share", 3),
+    "a namedtuple": ("from collections import namedtuple\nPlan = namedtuple('Plan', 'share')", "Plan(3).share", 3),
+    "an enumeration": ("from enum import Enum\n\nclass Way(Enum):\n    UP = 3", "Way.UP.value", 3),
+    "an error of its own": ("class Stop(Exception):\n    pass", "Stop(3).args[0]", 3),
+    "a lambda": ("right = lambda r, n: (r + 1) % n", "right(2, 3)", 0),
+    "a partial": ("from functools import partial\ntwice = partial(pow, 2)", "twice(3)", 8),
+    "a dtype": ("kind = torch.float64", "kind.itemsize", 8),
+    "a dtype by import": ("from torch import float64", "float64.itemsize", 8),
+    "a device": ("where = torch.device('cpu')", "where.type", "cpu"),
+    "infinity": ("from math import inf", "-inf < 0", True),
+    "a module": ("loss_fn = torch.nn.MSELoss()", "loss_fn(torch.ones(2), torch.zeros(2)).item()", 1.0),
+    "a function's other name": ("def right(r):\n    return r + 1\n\nnext_to = right", "next_to(2)", 3),
+    "two at once": ("a, b = 1, torch.float64", "a + b.itemsize", 9),
+    "an autograd function": (
+        "class Double(torch.autograd.Function):\n    @staticmethod\n    def forward(ctx, x):\n        return 2 * x\n"
+        "double = Double.apply", "double(torch.ones(1)).item()", 2.0,
+    ),
+    "a global that shares the name of a parameter": (
+        "class Net(torch.nn.Module):\n    def __init__(self):\n        super().__init__()\n\nx = Net()",
+        "(lambda x: x)(3)", 3,
+    ),
+    "a global that cannot be shown": (
+        "class Odd:\n    def __repr__(self):\n        raise OSError\n\nodd = Odd()", "type(odd).__name__", "Odd",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("top", "expression", "value"), notebook_answers.named(TRAVELLING))
+def test_what_an_answer_uses_of_its_notebook_travels(top, expression, value):
+    answer = made(f"{top}\n\ndef f(x=0):\n    return {expression}", torch=torch)["f"]
+    assert ranks.defined(0, core.source(answer), "f")() == value
+
+
+def test_an_object_of_an_answers_own_class_can_be_pickled():
+    text = (
+        "class Progress:\n    def __init__(self, step):\n        self.step = step\n\ndef f():\n    return Progress(3)"
+    )
+    assert pickle.loads(pickle.dumps(ranks.defined(0, core.source(made(text)["f"]), "f")())).step == 3
 
 
 def test_a_profiler_works_beside_an_answer_that_was_left_behind():

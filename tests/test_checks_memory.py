@@ -840,6 +840,12 @@ def best_of(price, all_but_all=False):
 RIGHT_CHOICE = best_of(lambda costs, chosen: sum(costs.again[i] for i in chosen))
 
 
+def one_at_least(costs, budget):
+    n = range(len(costs.kept))
+    fitting = [s for k in n for s in itertools.combinations(n, k + 1) if total(costs, s) <= budget]
+    return min(fitting, key=lambda s: sum(costs.again[i] for i in s), default=None)
+
+
 def as_marks(costs, budget):
     chosen = RIGHT_CHOICE(costs, budget)
     return chosen and [int(i in chosen) for i in range(len(costs.kept))]
@@ -877,6 +883,8 @@ def test_choose_accepts_any_collection_of_any_numbers(verdict, kind):
         (as_marks, "not a mark for each"),
         (lambda costs, budget: (found := as_marks(costs, budget)) and [*map(bool, found)], "not a mark for each"),
         (lambda costs, budget: RIGHT_CHOICE(costs, budget - 1), "may reach the budget"),
+        (one_at_least, "No checkpoint at all is a choice"),
+        (lambda costs, budget: {i + 1 for i in RIGHT_CHOICE(costs, budget)}, "count from 0"),
     ],
 )  # fmt: skip
 def test_choose_rejects(rejects, answer, words):

@@ -742,6 +742,12 @@ def of_bounds(weight):
     return torch.maximum(weight.amax(1), -weight.amin(1)).clamp(min=1e-8)[:, None] / 127
 
 
+def divided_by_a_little_more(weight):
+    refuse(weight)
+    scales = row_scales(weight)
+    return (weight / (scales + 1e-9)).round().to(torch.int8), scales
+
+
 def filled_in_place(weight):
     scales = weight.abs().max(dim=1).values.unsqueeze(1).div_(127)
     scales[scales == 0] = 1.0
@@ -951,6 +957,9 @@ def of_the_tensor(weight):
             (int8(made=lambda q, s: (q, s.roll(1, 0))), "error"),
             (int8(lambda w: (w.amax(1, True) - w.amin(1, True)).clamp(min=1e-9) / 255), "wraps around"),
             (for_outliers_only, "usual weights"),
+            (divided_by_a_little_more, "Divide a row by the scale that you return"),
+            (int8(lambda w: w.abs().amax(1, keepdim=True).clamp(min=1e-12) * 127), "The scale is too large"),
+            (int8(made=lambda q, s: (q, s * 127)), "return it divided by 127"),
         ]
     ),
 )
@@ -1758,6 +1767,17 @@ def with_a_scaled_up(base, down, up, alpha):
     return layer
 
 
+def after_scaling_up(x, base, down, up, alpha):
+    with torch.no_grad():
+        up.mul_(alpha / len(down))
+    return base(x) + x @ down.T @ up.T
+
+
+def with_frozen_parts(base, down, up, alpha):
+    down.requires_grad_(False), up.requires_grad_(False)
+    return merged(base, down, up, alpha)
+
+
 def with_the_base_twice(x, base, down, up, alpha):
     return adapted(x, base, down, up, alpha) + 0 * base(x)
 
@@ -1838,6 +1858,8 @@ def full(value):
                 ((made(freeze=lambda base: None), adapted_on_a_frozen_base, merged), "adapter leaves the base"),
                 ((adapter, adapted, on_a_thawed_base), "trainable again"),
                 ((adapter, adapted, with_a_scaled_up), "down or up has changed"),
+                ((adapter, after_scaling_up, merged), "adapted only reads them"),
+                ((adapter, adapted, with_frozen_parts), "been frozen"),
                 ((made(up=lambda *s: 1e-6 * torch.randn(*s)), adapted, merged), "begin as zeros"),
                 ((adapter, with_the_base_twice, merged), "Run the base, down and up once each"),
                 ((adapter, with_a_gradient_of_the_base, merged), "nor a gradient of the base's weight"),

@@ -44,6 +44,7 @@ import linecache
 import math
 import os
 import re
+import symtable
 import sys
 import tempfile
 import textwrap
@@ -541,23 +542,36 @@ def on_ranks(work: Callable, ranks: int, *answers: Callable, seconds: float = 60
     return [report["result"] for report in reports]
 
 
+_ON_RANKS = {  # what an error there contains -> what it means
+    "NameError": " Your function travels without your notebook: define or import what it needs inside it.",
+    "process group twice": " The group is joined before your function is called.",
+    "CUDA": " The ranks compute on the CPU, wherever you run: leave model and tensors there.",
+}
+
+
 def _cause(wrong: Mapping[int, str], ranks: int) -> str:
     """Of what ranks say, the cause: one that waited in vain speaks of the network, the one that failed does not."""
     in_vain, endless = re.compile("gloo|imed out|timeout|onnection|pair closure"), "had not ended"
-    rank, hint = min(wrong.items(), key=lambda said: 2 * bool(in_vain.search(said[1])) + (endless in said[1]))
-    if in_vain.search(hint):
+    said = {rank: re.sub("`[^`]*`", "", text) for rank, text in wrong.items()}  # without the learner's own line
+    rank = min(said, key=lambda rank: 2 * bool(in_vain.search(said[rank])) + (endless in said[rank]))
+    hint = wrong[rank]
+    if in_vain.search(said[rank]):
         hint += " It waited for a rank that made no such call: all of them must make the same ones, in one order."
-    if "NameError" in hint:
-        hint += " Your function travels without your notebook: define or import what it needs inside it."
+    for sign, meaning in _ON_RANKS.items():
+        if sign in said[rank]:
+            hint += meaning
     return f"On rank {rank} of {ranks}: {hint}"
 
 
 def source(answer: Callable) -> str:
     """Text that defines an answer anywhere: itself, and the helpers, classes, imports and constants that it uses."""
-    expect(answer.__name__ != "<lambda>", "Write your function with `def`: a lambda cannot be sent to processes.")
     answer = inspect.unwrap(answer)  # what a decorator has wrapped
-    cells = inspect.getclosurevars(answer).nonlocals if inspect.isfunction(answer) else {}
-    space, texts, seen = {**answer.__globals__, **cells}, [], set()
+    expect(
+        inspect.isfunction(answer) and answer.__name__ != "<lambda>",
+        "Write your function with `def`: a lambda or another object that can be called cannot be sent to processes.",
+    )
+    space = {**answer.__globals__, **inspect.getclosurevars(answer).nonlocals}
+    home, texts, seen = _statements(answer.__code__.co_filename), [], set()
 
     def add(name: str, value: object) -> None:
         if name in seen:
@@ -566,21 +580,62 @@ def source(answer: Callable) -> str:
         own_name, module = getattr(value, "__name__", ""), getattr(value, "__module__", None)
         inner = inspect.unwrap(value) if inspect.isfunction(value) else value
         at_home = getattr(inner, "__globals__", None) is answer.__globals__ or module == answer.__module__
+        text = _text(inner) if at_home and own_name else ""
+        text += f"\n{name} = {own_name}" if text and own_name != name else ""
+        literal = "" if text else _literal(value)
         if isinstance(value, types.ModuleType):
             texts.append(f"import {own_name} as {name}")
-        elif at_home and (text := _text(inner)):
-            for used in {node.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)} & space.keys():
+        elif literal:
+            texts.append(f"{name} = {literal}")
+        elif text := text or home.get(name, ""):
+            for used in _names(text) & space.keys():
                 add(used, space[used])
-            texts.append(text if own_name == name else f"{text}\n{name} = {own_name}")
+            texts.append(text)
         elif own_name and getattr(sys.modules.get(module), own_name, None) is value:
             texts.append(f"from {module} import {own_name} as {name}")
-        else:
-            with contextlib.suppress(ValueError, SyntaxError):  # else it is missed where it is used, by name
-                ast.literal_eval(repr(value))
-                texts.append(f"{name} = {value!r}")
 
     add(answer.__name__, answer)
     return "\n\n".join(texts)
+
+
+def _literal(value: object) -> str:
+    """The text of a number, a string, or a container of such; empty: it is none."""
+    with contextlib.suppress(Exception):  # a learner's own __repr__ may raise anything
+        ast.literal_eval(text := repr(value))
+        return text
+    return ""
+
+
+def _names(text: str) -> set[str]:
+    """The names that a text binds or reads at its top, and the global ones that its functions read."""
+    top, tables = symtable.symtable(text, "", "exec"), []
+    tables.append(top)
+    for table in tables:
+        tables += table.get_children()
+    return {s.get_name() for table in tables for s in table.get_symbols() if table is top or s.is_global()}
+
+
+def _statements(file: str) -> dict[str, str]:
+    """By name, the statement that binds it last at the top of a file; of a notebook's cell: of all cells of it."""
+    alike = [name for name in linecache.cache if "ipy" in name and os.path.dirname(name) == os.path.dirname(file)]
+    found = {}
+    for name in alike if file in alike else [file]:
+        lines = linecache.getlines(name)
+        with contextlib.suppress(SyntaxError):
+            for node in ast.parse("".join(lines)).body:
+                first = min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", ()))])
+                found |= dict.fromkeys(_bound(node), "".join(lines[first - 1 : node.end_lineno]).rstrip())
+    return found
+
+
+def _bound(node: ast.stmt) -> list[str]:
+    """The names that an import, a definition or an assignment binds."""
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        return [alias.asname or alias.name for alias in node.names]
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        return [node.name]
+    names = ast.walk(node) if isinstance(node, ast.Assign | ast.AnnAssign) else ()
+    return [each.id for each in names if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)]
 
 
 def _text(thing: object) -> str:

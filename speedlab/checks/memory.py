@@ -498,16 +498,21 @@ def _examine_choice(answer: Callable, found: Costs, budget: int) -> None:
         expect(not marks, numbers)
         chosen = set(given)
         kept, extra = _total(found, chosen), sum(found.again[i] for i in chosen)
+        least, best = _fewest(found, budget)
+        earlier = {i - 1 for i in chosen}
+        shifted = chosen and 0 not in chosen and _total(found, earlier) <= budget
+        if (kept > budget or extra > least) and shifted and sum(found.again[i] for i in earlier) == least:
+            fail(f"your choice {sorted(chosen)} is right if the first block has number 1: count from 0.")
         expect(
             kept <= budget,
             f"your choice {sorted(chosen)} keeps {kept} bytes. A checkpointed block still keeps its border, and all "
             "other blocks keep everything.",
         )
-        least, best = _fewest(found, budget)
         if extra > least:
             spare = next((i for i in sorted(chosen) if _total(found, chosen - {i}) <= budget), None)
             hints = {
                 "You checkpoint every block; the budget does not ask for all of them.": len(chosen) == blocks,
+                "No checkpoint at all is a choice, too, and what is kept may reach the budget.": not best,
                 "What is kept may reach the budget.": _total(found, best) == budget,
                 f"Block {spare} need not be checkpointed at all.": spare is not None,
             }

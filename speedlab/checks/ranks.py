@@ -8,6 +8,7 @@ import importlib
 import json
 import linecache
 import sys
+import types
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -25,10 +26,12 @@ with FakeTensorMode():
 
 def defined(number: int, text: str, name: str) -> Callable:
     """An answer, from the text that defines it; errors find its lines as they do in a notebook."""
-    file, names = f"<answer {number}>", {"__name__": f"answer_{number}", "torch": torch}
+    file, module = f"<answer {number}>", types.ModuleType(f"answer_{number}")
+    sys.modules[module.__name__] = module  # or objects of the answer's classes could not be pickled
+    module.torch = torch
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
-    exec(compile(text, file, "exec"), names)
-    return names[name]
+    exec(compile(text, file, "exec"), module.__dict__)
+    return getattr(module, name)
 
 
 def play(folder: Path, **group) -> None:

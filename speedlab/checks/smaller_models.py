@@ -277,14 +277,16 @@ def _why_error(numbers: torch.Tensor, scales: torch.Tensor, weight: torch.Tensor
     shares = {  # of the weights or rows, those that show the fault; most of them must
         "The floor under your scale is too high: take torch.finfo(torch.float32).tiny.": (scales > 1.01 * due)
         & (due < 1e-6),
-        "All rows have one scale: give each its own, or one outlier coarsens every row.": one,
+        "All rows have one scale: give each its own, or one outlier coarsens every row.": one & (due != due[0]).any(),
         "You return 1 / scale: a weight is its number times its scale.": (scales * due - 1).abs() < 1e-3,
-        "Take the largest absolute value: it may be that of a negative weight.": (scales - signed).abs() < 1e-6,
+        "Take the largest absolute value: it may be that of a negative weight.": ((scales / signed - 1).abs() < 1e-3)
+        & (signed < due).any(),
+        "You return the largest weight itself: return it divided by 127.": (scales / due / 127 - 1).abs() < 1e-3,
         "Beyond 127 an int8 wraps around: 128 becomes -128.": ((numbers * weight < 0) & (exact.abs() > 127.5)).any(),
-        "The conversion to int8 cuts off the fraction: round first.": numbers == exact.trunc(),
-        "torch.floor is not rounding: use torch.round.": numbers == exact.floor(),
         "The scale is too large: the largest weight of a row should become 127.": scales > 1.01 * due,
         "The scale is too small: the largest weight of a row goes beyond 127.": scales < 0.999 * due,
+        "The conversion to int8 cuts off the fraction: round first.": numbers == exact.trunc(),
+        "torch.floor is not rounding: use torch.round.": numbers == exact.floor(),
     }
     hints = {hint: len(weight) > 1 and float(shown.double().mean()) > 0.9 for hint, shown in shares.items()}
     return diagnose(
@@ -585,6 +587,7 @@ def _examine_trained(adapted: Callable, merged: Callable, x, base, down, up, alp
         torch.autograd.grad(out.square().sum(), tuple(inputs.values()), allow_unused=True)
         for out in (_output(adapted, x, base, down, up, alpha), right)
     ]
+    expect(distance([down, up], before) == 0, "down or up has changed: adapted only reads them.")
     for name, found, true in zip(inputs, *slopes, strict=True):
         cut = f"the gradient of {name} through adapted is wrong: does a detach or a no_grad cut it off?"
         expect(found is not None and _same(found, true), cut)
@@ -598,5 +601,5 @@ def _examine_trained(adapted: Callable, merged: Callable, x, base, down, up, alp
     other_bias = F.linear(x, base.weight + alpha / rank * change, layer.bias)
     faults = {"Its bias is not the base's: copy that, too.": other_bias, **faults}
     expect(_same(got, wanted), lambda: why.format("merged", diagnose(got, faults, other, _same)))
-    spoiled = distance([down, up], before) > 0
-    expect(not spoiled, "down or up has changed: adapted and merged only read them.")
+    spoiled = distance([down, up], before) > 0 or not (down.requires_grad and up.requires_grad)
+    expect(not spoiled, "down or up has changed, or been frozen: merged only reads them.")
