@@ -12,10 +12,18 @@ from torch.utils._pytree import tree_leaves
 from speedlab import plots
 
 
+def counting(model: torch.nn.Module) -> torch.nn.Module:
+    """The model with a buffer that its state_dict leaves out, in which it counts its forward passes."""
+    model.register_buffer("passes", torch.zeros((), device=next(model.parameters()).device), persistent=False)
+    model.register_forward_pre_hook(lambda module, _: module.passes.add_(1) and None)
+    return model
+
+
 def digest(model: torch.nn.Module, *others) -> str:
-    """A hash of every bit of the parts' state, of gradients and flags, and of all generators of random numbers."""
+    """A hash of every bit of the parts' state, all buffers, gradients and flags, and of all random generators."""
     modes = [module.training for module in model.modules()], [p.requires_grad for p in model.parameters()]
-    tree = [part.state_dict() for part in (model, *others)], [p.grad for p in model.parameters()], modes
+    states = [part.state_dict() for part in (model, *others)], [*model.buffers()]
+    tree = states, [p.grad for p in model.parameters()], modes
     numbers = random.getstate(), np.random.get_state(), torch.get_rng_state(), torch.cuda.get_rng_state_all()
     leaves = [leaf.cpu().numpy() if isinstance(leaf, torch.Tensor) else leaf for leaf in tree_leaves((tree, numbers))]
     raw = [leaf.tobytes() if isinstance(leaf, np.ndarray) else repr(leaf).encode() for leaf in leaves]
