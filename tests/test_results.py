@@ -172,6 +172,13 @@ def test_a_picture_of_other_results_is_stale_and_drawn_anew(tmp_path, monkeypatc
     assert "2.50 times" in chart.alt(name)
 
 
+@pytest.mark.parametrize("name", readme.LADDERS)
+def test_every_bar_of_a_ladder_ends_inside_its_picture(name):
+    shown = readme.ladder_pictures.figure(name)
+    farthest = max(r["speedup_high"] for rows in readme.ladder_pictures.measured(name).values() for r in rows)
+    assert all(ax.get_xlim()[1] > farthest for ax in shown.axes)
+
+
 def test_the_bar_chart_shows_the_measured_rungs_of_every_file(made_up):
     axes = readme.ladder_pictures.figure("vit").axes
     names = [label.get_text() for label in axes[0].get_yticklabels()]
