@@ -246,3 +246,16 @@ def test_every_control_is_moved_to_its_ends_and_through_its_choices():
     assert (0, "some", False, (1, 2)) in seen and (3, "some", True, (1, 2)) in seen
     assert (3, "some", False, (0, 9)) in seen
     assert shown.controls["n"].value == 3, "each control is put back"
+
+
+@pytest.mark.parametrize(("letters", "cut"), [(10, False), (200, True)])
+def test_a_title_that_is_wider_than_its_picture_is_found(letters, cut):
+    def render(long):
+        shown, axes = plots.figure(4, 2)
+        axes.set_title("_" * (letters if long else 5))
+        return shown, "an empty picture"
+
+    kept = widgets.explore(render, long=ipywidgets.Checkbox(False))
+    found = [line for line in move_all() if line.startswith("long=")]
+    assert found == ["long=True: the picture is cut at its side, probably its title"] * cut
+    assert not kept.controls["long"].value

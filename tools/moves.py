@@ -1,8 +1,12 @@
 """Moves every control of every widget that a notebook shows. The test runs this file in the notebook's kernel."""
 
+import base64
+import io
 from collections.abc import Iterator
 
 import ipywidgets
+import numpy as np
+from PIL import Image
 
 from speedlab.widgets import SHOWN
 
@@ -20,12 +24,24 @@ def move_all() -> list[str]:
             for value in _places(control):
                 try:
                     control.value = value
-                    if not explorer.children[1].value.strip() or not repr(explorer).strip():
+                    view = explorer.children[1].value
+                    if not view.strip() or not repr(explorer).strip():
                         wrong.append(f"{name}={value!r}: nothing is shown")
+                    elif _is_cut(view):
+                        wrong.append(f"{name}={value!r}: the picture is cut at its side, probably its title")
                 except Exception as error:
                     wrong.append(f"{name}={value!r}: {type(error).__name__}: {error}")
             control.value = default
     return wrong
+
+
+def _is_cut(view: str) -> bool:
+    """Whether something in a picture reaches its left or right edge, as a title does that is wider than it."""
+    _, _, encoded = view.partition("base64,")
+    if not encoded:
+        return False
+    shades = np.asarray(Image.open(io.BytesIO(base64.b64decode(encoded.partition('"')[0]))).convert("L"))
+    return bool((shades[:, [0, 1, 2, -3, -2, -1]] < 200).any())  # the layout leaves four pixels free
 
 
 def _places(control: ipywidgets.Widget) -> Iterator[object]:
