@@ -78,5 +78,6 @@ def peak_bytes(model: nn.Module, optimizer: torch.optim.Optimizer, step: Callabl
     gathered = sizes["unsharded param"] + sizes["all gather"]
     gradients = sizes["sharded grad"] + sizes["unsharded grad"] + sizes["reduce scatter"]
     state = {"own parameters": sizes["sharded param"], "optimizer": sizes["optstate"], "gradients": gradients}
-    rest = sizes["total"] - gathered - sum(state.values())
-    return {**state, "gathered parameters": gathered, "activations and the rest": rest}
+    made = {"gathered parameters": gathered, "temporaries of backward": sizes["temp"]}  # with new gradients
+    rest = sizes["total"] - sum(state.values()) - sum(made.values())
+    return {**state, **made, "activations and the rest": rest}
