@@ -16,6 +16,7 @@ from speedlab.checks import mixed_precision as checks
 
 NAME = "exercise-1-mixed-precision.ipynb"
 SETTINGS = checks._SETTINGS
+BYTES_OF_PRODUCTS = {name: found[1].itemsize for name, found in SETTINGS.items()}
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 TASKS = ("gap", "setting", "train_step", "saved_bytes", "break_even", "first_broken", "weights_lost", "safe_eps")
 
@@ -396,7 +397,7 @@ def bytes_by_formula(
 
     def predict(precision: str, tokens: int, width: int) -> float:
         mixed = precision.endswith("mixed")
-        size = SETTINGS[precision][1].itemsize
+        size = BYTES_OF_PRODUCTS[precision]
         norm, *others = tensors
         elements = norm * (norm_mixed if mixed else size) + size * sum(others) + extra * size
         total = elements * tokens * width + statistics * tokens

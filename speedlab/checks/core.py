@@ -519,6 +519,8 @@ def on_ranks(work: Callable, ranks: int, *answers: Callable, seconds: float = 60
     hold (tensors become lists). The answers travel as text with what they use of their notebook. `seconds` are for
     the work; the start of the processes comes on top, so give the check `seconds=` three times that or more.
     """
+    named = [inspect.isfunction(f) and f.__name__ != "<lambda>" for f in map(inspect.unwrap, answers)]
+    expect(all(named), "Write your function with `def`: nothing else that can be called can be sent to processes.")
     task = {
         "module": work.__module__,
         "work": work.__name__,
@@ -566,10 +568,6 @@ def _cause(wrong: Mapping[int, str], ranks: int) -> str:
 def source(answer: Callable) -> str:
     """Text that defines an answer anywhere: itself, and the helpers, classes, imports and constants that it uses."""
     answer = inspect.unwrap(answer)  # what a decorator has wrapped
-    expect(
-        inspect.isfunction(answer) and answer.__name__ != "<lambda>",
-        "Write your function with `def`: a lambda or another object that can be called cannot be sent to processes.",
-    )
     space = {**answer.__globals__, **inspect.getclosurevars(answer).nonlocals}
     home, texts, seen = _statements(answer.__code__.co_filename), [], set()
 
