@@ -519,8 +519,8 @@ def on_ranks(work: Callable, ranks: int, *answers: Callable, seconds: float = 60
     hold (tensors become lists). The answers travel as text with what they use of their notebook. `seconds` are for
     the work; the start of the processes comes on top, so give the check `seconds=` three times that or more.
     """
-    named = [inspect.isfunction(f) and f.__name__ != "<lambda>" for f in map(inspect.unwrap, answers)]
-    expect(all(named), "Write your function with `def`: nothing else that can be called can be sent to processes.")
+    definite = [inspect.isfunction(f) and f.__name__ != "<lambda>" for f in map(inspect.unwrap, answers)]
+    expect(all(definite), "Write your function with `def`: nothing else that can be called can be sent to processes.")
     task = {
         "module": work.__module__,
         "work": work.__name__,
@@ -576,9 +576,8 @@ def source(answer: Callable) -> str:
             return
         seen.add(name)
         own_name, module = getattr(value, "__name__", ""), getattr(value, "__module__", None)
-        inner = inspect.unwrap(value) if inspect.isfunction(value) else value
-        at_home = getattr(inner, "__globals__", None) is answer.__globals__ or module == answer.__module__
-        text = _text(inner) if at_home and own_name else ""
+        inner = inspect.unwrap(value) if inspect.isroutine(value) or hasattr(value, "cache_info") else value
+        text = _text(inner) if getattr(inner, "__globals__", None) is answer.__globals__ else ""
         text += f"\n{name} = {own_name}" if text and own_name != name else ""
         literal = "" if text else _literal(value)
         if isinstance(value, types.ModuleType):
@@ -621,9 +620,13 @@ def _statements(file: str) -> dict[str, str]:
         lines = linecache.getlines(name)
         with contextlib.suppress(SyntaxError):
             for node in ast.parse("".join(lines)).body:
-                first = min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", ()))])
-                found |= dict.fromkeys(_bound(node), "".join(lines[first - 1 : node.end_lineno]).rstrip())
+                found |= dict.fromkeys(_bound(node), "".join(lines[_first(node) - 1 : node.end_lineno]).rstrip())
     return found
+
+
+def _first(node: ast.stmt) -> int:
+    """The line that a statement begins at, with a definition's decorators."""
+    return min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", ()))])
 
 
 def _bound(node: ast.stmt) -> list[str]:
@@ -636,19 +639,15 @@ def _bound(node: ast.stmt) -> list[str]:
     return [each.id for each in names if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)]
 
 
-def _text(thing: object) -> str:
-    """The source of a function, or of a class, which `inspect` does not find in a notebook; empty: there is none."""
-    members = [thing, *(getattr(member, "__func__", member) for member in getattr(thing, "__dict__", {}).values())]
-    for code in (member.__code__ for member in members if inspect.isfunction(member)):
-        text = "".join(linecache.getlines(code.co_filename))
-        for node in _definitions(text):
-            if node.name == thing.__name__:
-                start = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-                if start <= code.co_firstlineno <= node.end_lineno:
-                    return textwrap.dedent("".join(text.splitlines(keepends=True)[start - 1 : node.end_lineno]))
+def _text(function: types.FunctionType) -> str:
+    """The source of this very function, wherever it stands; empty: there is none."""
+    lines = linecache.getlines(function.__code__.co_filename)
+    for node in _definitions("".join(lines)):
+        if node.name == function.__name__ and _first(node) <= function.__code__.co_firstlineno <= node.end_lineno:
+            return textwrap.dedent("".join(lines[_first(node) - 1 : node.end_lineno]))
     return ""
 
 
 @functools.lru_cache(maxsize=32)
-def _definitions(text: str) -> list[ast.FunctionDef | ast.ClassDef]:
-    return [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+def _definitions(text: str) -> list[ast.FunctionDef]:
+    return [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)]
