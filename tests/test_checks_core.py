@@ -464,8 +464,17 @@ TRAVELLING = {  # what stands at the top of the notebook: an expression that the
         "(lambda x: x)(3)", 3,
     ),
     "a global that cannot be shown": (
-        "class Odd:\n    def __repr__(self):\n        raise OSError\n\nodd = Odd()", "type(odd).__name__", "Odd",
+        "class Odd:\n    def __repr__(self):\n        raise OSError\n\nodd = Odd()", "3 if x == 0 else odd", 3,
     ),
+    "a dictionary with a __getattr__ of its own": (
+        "class Config(dict):\n    __getattr__ = dict.__getitem__\n\nc = Config(lr=3)", "3 if x == 0 else c.lr", 3,
+    ),
+    "a list that grew": ("ts = []\nfor i in range(3):\n    ts.append(i)", "len(ts)", 3),
+    "a dictionary of dtypes": ("kinds = {}\nkinds['a'] = torch.float64", "kinds['a'].itemsize", 8),
+    "a name bound again": ("kind = torch.float32\nkind = torch.float64", "kind.itemsize", 8),
+    "a name bound in a branch": ("if True:\n    where = torch.device('cpu')", "where.type", "cpu"),
+    "a name that a comprehension uses": ("d = torch.device('cpu')\nnames = [d for d in 'ab']", "d.type", "cpu"),
+    "a lambda bound again": ("h = lambda x: x + 1\nh = lambda x: x + 5", "h(2)", 7),
 }  # fmt: skip
 
 
@@ -473,6 +482,23 @@ TRAVELLING = {  # what stands at the top of the notebook: an expression that the
 def test_what_an_answer_uses_of_its_notebook_travels(top, expression, value):
     answer = made(f"{top}\n\ndef f(x=0):\n    return {expression}", torch=torch)["f"]
     assert ranks.defined(0, core.source(answer), "f")() == value
+
+
+LEFT_OUT = {  # a statement that would make something else there than the notebook holds now
+    "a tensor that was changed": "x = torch.ones(2)\nx *= 3",
+    "a tensor of a seed": "torch.manual_seed(0)\nx = torch.randn(3)",
+    "an iterator": "x = iter([1, 2])\nnext(x)",
+    "a layer with weights": "x = torch.nn.Linear(2, 2)",
+    "an object that was changed": "import types\nx = types.SimpleNamespace()\nx.lr = 3",
+    "a partial of itself": "import functools\nx = functools.partial(pow, 2)\nx = functools.partial(x, 2)",
+}
+
+
+@pytest.mark.parametrize("top", notebook_answers.named(LEFT_OUT))
+def test_what_might_arrive_as_something_else_is_missing(top):
+    answer = made(f"{top}\n\ndef f():\n    return x", torch=torch)["f"]
+    with pytest.raises(NameError, match="'x' is not defined"):
+        ranks.defined(0, core.source(answer), "f")()
 
 
 def test_an_object_of_an_answers_own_class_can_be_pickled():

@@ -1773,6 +1773,16 @@ def after_scaling_up(x, base, down, up, alpha):
     return base(x) + x @ down.T @ up.T
 
 
+def after_normalizing_down(x, base, down, up, alpha):
+    down.data = F.normalize(down.data, dim=1)
+    return adapted(x, base, down, up, alpha)
+
+
+def after_freezing_down(x, base, down, up, alpha):
+    down.requires_grad_(False)
+    return adapted(x, base, down, up, alpha)
+
+
 def with_frozen_parts(base, down, up, alpha):
     down.requires_grad_(False), up.requires_grad_(False)
     return merged(base, down, up, alpha)
@@ -1860,6 +1870,8 @@ def full(value):
                 ((adapter, adapted, with_a_scaled_up), "down or up has changed"),
                 ((adapter, after_scaling_up, merged), "adapted only reads them"),
                 ((adapter, adapted, with_frozen_parts), "been frozen"),
+                ((adapter, after_normalizing_down, merged), "adapted only reads them"),
+                ((adapter, after_freezing_down, merged), "adapted freezes down or up"),
                 ((made(up=lambda *s: 1e-6 * torch.randn(*s)), adapted, merged), "begin as zeros"),
                 ((adapter, with_the_base_twice, merged), "Run the base, down and up once each"),
                 ((adapter, with_a_gradient_of_the_base, merged), "nor a gradient of the base's weight"),

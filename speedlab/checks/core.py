@@ -566,44 +566,62 @@ def _cause(wrong: Mapping[int, str], ranks: int) -> str:
 
 
 def source(answer: Callable) -> str:
-    """Text that defines an answer anywhere: itself, and the helpers, classes, imports and constants that it uses."""
+    """Text that defines an answer anywhere: itself, and the helpers, classes, imports and constants that it uses.
+
+    Constants travel with the values that they have now. What cannot be written down so, as a tensor or an object that
+    may have changed since its statement ran, is left out: there its name is missing, which is better than wrong.
+    """
     answer = inspect.unwrap(answer)  # what a decorator has wrapped
     space = {**answer.__globals__, **inspect.getclosurevars(answer).nonlocals}
-    home, texts, seen = _statements(answer.__code__.co_filename), [], set()
+    home, texts, seen = _top_statements(answer.__code__.co_filename), [], set()
 
     def add(name: str, value: object) -> None:
         if name in seen:
             return
         seen.add(name)
-        own_name, module = getattr(value, "__name__", ""), getattr(value, "__module__", None)
-        inner = inspect.unwrap(value) if inspect.isroutine(value) or hasattr(value, "cache_info") else value
-        text = _text(inner) if getattr(inner, "__globals__", None) is answer.__globals__ else ""
+        own_name, module = _name_and_module(value)
+        inner = inspect.unwrap(value) if own_name else value
+        space_of = getattr(inner, "__globals__", None) if own_name else None
+        at_home = space_of is answer.__globals__ or module == answer.__module__
+        text = _text(inner) if own_name and at_home else ""
         text += f"\n{name} = {own_name}" if text and own_name != name else ""
-        literal = "" if text else _literal(value)
         if isinstance(value, types.ModuleType):
             texts.append(f"import {own_name} as {name}")
-        elif literal:
-            texts.append(f"{name} = {literal}")
-        elif text := text or home.get(name, ""):
-            for used in _names(text) & space.keys():
+        elif constant := _value_text(value):
+            texts.append(f"{name} = {constant}")
+        elif own_name and not at_home and getattr(sys.modules.get(module), own_name, None) is value:
+            texts.append(f"from {module} import {own_name} as {name}")
+        elif text := text or _statement_of(name, value, home):
+            for used in _names_read(text) & space.keys():
                 add(used, space[used])
             texts.append(text)
-        elif own_name and getattr(sys.modules.get(module), own_name, None) is value:
-            texts.append(f"from {module} import {own_name} as {name}")
 
     add(answer.__name__, answer)
     return "\n\n".join(texts)
 
 
-def _literal(value: object) -> str:
-    """The text of a number, a string, or a container of such; empty: it is none."""
-    with contextlib.suppress(Exception):  # a learner's own __repr__ may raise anything
-        ast.literal_eval(text := repr(value))
-        return text
+def _name_and_module(value: object) -> tuple[str, str]:
+    """`__name__` and `__module__`, where there are any; a learner's own __getattr__ may raise anything."""
+    with contextlib.suppress(Exception):
+        return str(value.__name__), str(value.__module__ if hasattr(value, "__module__") else "")
+    return "", ""
+
+
+def _value_text(value: object) -> str:
+    """The text of a number, a string, a dtype, a device, or a container of such; empty: it is none."""
+    if isinstance(value, torch.dtype | torch.device):
+        return f"torch.{repr(value).removeprefix('torch.')}"
+    if type(value) is float:
+        return f"float({repr(value)!r})"  # also inf and nan
+    if type(value) in (bool, int, complex, str, bytes, range, slice, type(None), type(...)):
+        return repr(value)
+    if type(value) in (list, tuple, set, frozenset, dict):
+        parts = [_value_text(part) for part in (value.items() if type(value) is dict else value)]
+        return f"{type(value).__name__}([{', '.join(parts)}])" if all(parts) else ""
     return ""
 
 
-def _names(text: str) -> set[str]:
+def _names_read(text: str) -> set[str]:
     """The names that a text binds or reads at its top, and the global ones that its functions read."""
     top, tables = symtable.symtable(text, "", "exec"), []
     tables.append(top)
@@ -612,42 +630,64 @@ def _names(text: str) -> set[str]:
     return {s.get_name() for table in tables for s in table.get_symbols() if table is top or s.is_global()}
 
 
-def _statements(file: str) -> dict[str, str]:
-    """By name, the statement that binds it last at the top of a file; of a notebook's cell: of all cells of it."""
+_Statement = tuple[str, int, ast.stmt, str]  # its file, its first line, its syntax tree, its text
+
+
+def _top_statements(file: str) -> list[_Statement]:
+    """The statements at the top of a file; of a notebook's cell: of all its cells, in order of their first run."""
     alike = [name for name in linecache.cache if "ipy" in name and os.path.dirname(name) == os.path.dirname(file)]
-    found = {}
+    found = []
     for name in alike if file in alike else [file]:
         lines = linecache.getlines(name)
         with contextlib.suppress(SyntaxError):
             for node in ast.parse("".join(lines)).body:
-                found |= dict.fromkeys(_bound(node), "".join(lines[_first(node) - 1 : node.end_lineno]).rstrip())
+                first = min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", ()))])
+                found.append((name, first, node, "".join(lines[first - 1 : node.end_lineno]).rstrip()))
     return found
 
 
-def _first(node: ast.stmt) -> int:
-    """The line that a statement begins at, with a definition's decorators."""
-    return min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", ()))])
+def _statement_of(name: str, value: object, home: list[_Statement]) -> str:
+    """The statement that made something which does not change: a class, a function, a partial, a loss; or empty."""
+    stateless = isinstance(value, nn.Module) and not value.state_dict()
+    if not (stateless or isinstance(value, type | functools.partial) or inspect.isroutine(value)):
+        return ""
+    code = getattr(value, "__code__", None)
+    for file, first, node, text in reversed(home):
+        # of a lambda, the very statement; else the last one that binds the name
+        there = code is None or (file == code.co_filename and first <= code.co_firstlineno <= node.end_lineno)
+        if name in _names_bound(node) and there:
+            changes_itself = isinstance(node, ast.Assign | ast.AnnAssign) and name in _names_read(
+                ast.unparse(node.value)
+            )
+            return "" if changes_itself else text
+    return ""
 
 
-def _bound(node: ast.stmt) -> list[str]:
+def _names_bound(node: ast.stmt) -> list[str]:
     """The names that an import, a definition or an assignment binds."""
     if isinstance(node, ast.Import | ast.ImportFrom):
         return [alias.asname or alias.name for alias in node.names]
     if isinstance(node, ast.FunctionDef | ast.ClassDef):
         return [node.name]
-    names = ast.walk(node) if isinstance(node, ast.Assign | ast.AnnAssign) else ()
-    return [each.id for each in names if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)]
+    if not isinstance(node, ast.Assign | ast.AnnAssign) or node.value is None:
+        return []
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+    return [each.id for target in targets for each in ast.walk(target) if isinstance(each, ast.Name)]
 
 
-def _text(function: types.FunctionType) -> str:
-    """The source of this very function, wherever it stands; empty: there is none."""
-    lines = linecache.getlines(function.__code__.co_filename)
-    for node in _definitions("".join(lines)):
-        if node.name == function.__name__ and _first(node) <= function.__code__.co_firstlineno <= node.end_lineno:
-            return textwrap.dedent("".join(lines[_first(node) - 1 : node.end_lineno]))
+def _text(thing: object) -> str:
+    """The source of a function, or of a class by that of one of its own; empty: there is none."""
+    members = [thing, *(getattr(member, "__func__", member) for member in getattr(thing, "__dict__", {}).values())]
+    for code in (member.__code__ for member in members if inspect.isfunction(member)):
+        text = "".join(linecache.getlines(code.co_filename))
+        for node in _definitions(text):
+            if node.name == thing.__name__:
+                start = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+                if start <= code.co_firstlineno <= node.end_lineno:
+                    return textwrap.dedent("".join(text.splitlines(keepends=True)[start - 1 : node.end_lineno]))
     return ""
 
 
 @functools.lru_cache(maxsize=32)
-def _definitions(text: str) -> list[ast.FunctionDef]:
-    return [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)]
+def _definitions(text: str) -> list[ast.FunctionDef | ast.ClassDef]:
+    return [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef | ast.ClassDef)]

@@ -517,6 +517,7 @@ def lora(adapter: Callable, adapted: Callable, merged: Callable) -> None:
             expect(frozen, "adapter leaves the base trainable: freeze all of it.")
             expect(not (up @ down).any(), "up @ down must be zero at first: let one of the two begin as zeros.")
             got = _output(adapted, x, base, down, up, alpha)
+            expect(down.requires_grad and up.requires_grad, "adapted freezes down or up: it only reads them.")
             why = "up @ down is zero, so adapted must give base(x), bias included, and no more."
             expect(_same(got, base(x)), f"before the first step the output differs from the base's: {why}")
             got.square().sum().backward()
@@ -577,6 +578,7 @@ def _examine_trained(adapted: Callable, merged: Callable, x, base, down, up, alp
     wanted, made = F.linear(x, base.weight + alpha / rank * change, base.bias), []
     other = "It is base(x) + alpha / rank * (x @ down.T @ up.T)."
     flops = count.flops(lambda: made.append(_output(adapted, x, base, down, up, alpha)) or made[0].sum().backward())
+    expect(distance([down, up], before) == 0, "down or up has changed: adapted only reads them.")
     why = "with a trained adapter, what {} gives is wrong. {}"
     expect(_same(made[0], wanted), lambda: why.format("adapted", diagnose(made[0], faults, other, _same)))
     due = 2 * x.shape[:-1].numel() * (2 * base.weight.numel() + 3 * rank * sum(base.weight.shape))
@@ -587,7 +589,6 @@ def _examine_trained(adapted: Callable, merged: Callable, x, base, down, up, alp
         torch.autograd.grad(out.square().sum(), tuple(inputs.values()), allow_unused=True)
         for out in (_output(adapted, x, base, down, up, alpha), right)
     ]
-    expect(distance([down, up], before) == 0, "down or up has changed: adapted only reads them.")
     for name, found, true in zip(inputs, *slopes, strict=True):
         cut = f"the gradient of {name} through adapted is wrong: does a detach or a no_grad cut it off?"
         expect(found is not None and _same(found, true), cut)
