@@ -11,10 +11,12 @@ from notebook_answers import defined, named
 from torch import nn
 from torch.nn import functional as F
 
+from speedlab import machine
 from speedlab.checks import fabric as checks
 
 NAME = "exercise-8-fabric.ipynb"
 TASKS = ("train", "mixed_fabric", "accumulate", "clipped_step")
+HERE = machine.device().type
 
 
 def changed(source: str, *changes: tuple[str, str]) -> object:
@@ -106,17 +108,17 @@ def test_train_rejects(changes, word, rejects):
 def silenced():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return Fabric(accelerator="cpu", devices=1, precision="16-mixed")
+        return Fabric(accelerator=HERE, devices=1, precision="16-mixed")
 
 
 WRONG_FABRICS = {
-    "fp32": (lambda: Fabric(accelerator="cpu", devices=1), "bf16 products and fp32 weights"),
-    "bf16-true": (lambda: Fabric(accelerator="cpu", devices=1, precision="bf16-true"), "small updates"),
-    "16-mixed": (lambda: Fabric(accelerator="cpu", devices=1, precision="16-mixed"), "turns that into"),
-    "16-mixed by number": (lambda: Fabric(accelerator="cpu", devices=1, precision=16), "turns that into"),
+    "fp32": (lambda: Fabric(accelerator=HERE, devices=1), "bf16 products and fp32 weights"),
+    "bf16-true": (lambda: Fabric(accelerator=HERE, devices=1, precision="bf16-true"), "small updates"),
+    "16-mixed": (lambda: Fabric(accelerator=HERE, devices=1, precision="16-mixed"), "turns that into"),
+    "16-mixed by number": (lambda: Fabric(accelerator=HERE, devices=1, precision=16), "turns that into"),
     "16-mixed in silence": (silenced, "turns that into"),
-    "fp64": (lambda: Fabric(accelerator="cpu", devices=1, precision="64-true"), "fp64"),
-    "two devices": (lambda: Fabric(accelerator="cpu", devices=2, precision="bf16-mixed"), "devices=1"),
+    "fp64": (lambda: Fabric(accelerator=HERE, devices=1, precision="64-true"), "fp64"),
+    "two devices": (lambda: Fabric(accelerator=HERE, devices=2, precision="bf16-mixed"), "devices=1"),
     "a word": (lambda: "bf16-mixed", "Fabric object"),
     "nothing": (lambda: None, "return"),
 }
@@ -124,12 +126,17 @@ WRONG_FABRICS = {
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16"])
 def test_mixed_fabric_accepts(precision, verdict):
-    assert verdict("mixed_fabric", lambda: Fabric(accelerator="cpu", devices=1, precision=precision)) == "correct"
+    assert verdict("mixed_fabric", lambda: Fabric(accelerator=HERE, devices=1, precision=precision)) == "correct"
 
 
 @pytest.mark.parametrize(("answer", "word"), named(WRONG_FABRICS))
 def test_mixed_fabric_rejects(answer, word, rejects):
     rejects("mixed_fabric", answer, word)
+
+
+def test_on_a_machine_with_a_gpu_the_fabric_must_use_it(monkeypatch, rejects):
+    monkeypatch.setattr("speedlab.machine.device", lambda: torch.device("cuda", 0))
+    rejects("mixed_fabric", lambda: Fabric(accelerator="cpu", devices=1, precision="bf16-mixed"), "has a GPU")
 
 
 # --- Task 3 ---------------------------------------------------------------------------------------------------------
@@ -438,13 +445,13 @@ def test_accumulate_accepts_forwards_that_are_no_training(change, verdict):
 
 def test_the_fabric_that_is_returned_is_judged(verdict):
     def two():
-        kept = Fabric(accelerator="cpu", devices=1, precision="bf16-mixed")
-        Fabric(accelerator="cpu", devices=1, precision="16-mixed")
+        kept = Fabric(accelerator=HERE, devices=1, precision="bf16-mixed")
+        Fabric(accelerator=HERE, devices=1, precision="16-mixed")
         return kept
 
     @functools.cache
     def kept():
-        return Fabric(accelerator="cpu", devices=1, precision="bf16-mixed")
+        return Fabric(accelerator=HERE, devices=1, precision="bf16-mixed")
 
     assert [verdict("mixed_fabric", answer) for answer in (two, kept, kept)] == ["correct"] * 3
     made_before = silenced()

@@ -1009,9 +1009,14 @@ def cut(stay=largest, build=layers, join=lambda one, activation, two: nn.Sequent
         one, two = build(network, chosen)
         for spoil in change.values():
             spoil(one, two, network, chosen)
-        return join(one, network[1], two)
+        return join(one, copy.deepcopy(network[1]), two)
 
     return cut_neurons
+
+
+def with_the_old_activation(network, keep):
+    one, _, two = cut()(network, keep)
+    return nn.Sequential(one, network[1], two)
 
 
 def loaded(network, stay):
@@ -1269,6 +1274,7 @@ class Twice(Block):
             (cut(lambda n, keep: largest(n, min(keep + 1, n[0].out_features))), "cut both"),
             (cut(build=random_layers), "copy what stays"),
             (cut(join=lambda one, activation, two: nn.Sequential(one, two)), "activation"),
+            (with_the_old_activation, "the activation, too"),
             (cut(join=lambda one, activation, two: nn.Sequential(one, nn.ReLU(), two)), "activation"),
             (cut(join=lambda one, activation, two: nn.Sequential(two, activation, one)), "cut both"),
             (cut(join=lambda one, activation, two: (one, activation, two)), "return the smaller network"),
@@ -1475,6 +1481,11 @@ def backwards(loss):
     return loss
 
 
+def with_the_gradient_alone(*given):
+    loss = distilled()(*given)
+    return loss - loss.detach()
+
+
 def without_hard(soft, hard, alpha):
     return alpha * soft
 
@@ -1513,6 +1524,8 @@ def in_eval_for_a_moment(student, *rest):
             (with_a_soft_hard_loss, "takes the logits as they are"),
             (with_a_larger_whole, "belongs to the soft loss only"),
             (distilled(soft=kl(power=4, **MEAN)), "9 times"),
+            (lambda *given: distilled()(*given) + 7, "added to it"),
+            (with_the_gradient_alone, "the loss is 0"),
             (distilled(soft=kl()), "batchmean"),
             (distilled(soft=kl(reduction="mean", power=0)), "batchmean"),
             (distilled(soft=kl(reduction="sum")), "sum over the batch"),

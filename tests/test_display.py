@@ -140,7 +140,15 @@ def test_bytes_as_people_read_them(count, text):
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"), [(1.474, "1.47 s"), (0.0225, "22.5 ms"), (8.3e-4, "830 µs"), (5e-9, "5 ns")]
+    ("seconds", "text"),
+    [
+        (1.474, "1.47 s"),
+        (0.0225, "22.5 ms"),
+        (8.3e-4, "830 µs"),
+        (5e-9, "5 ns"),
+        (9.997e-4, "1 ms"),
+        (2480.0, "2,480 s"),
+    ],
 )
 def test_seconds_as_people_read_them(seconds, text):
     assert display.seconds_text(seconds) == text

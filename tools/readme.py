@@ -207,9 +207,8 @@ def _ladder_table(rows: list[dict]) -> list[str]:
             proof = f"{row['aim']:.0%} in about {seconds:.3g} s"
         else:
             proof = f"loss {row['loss']:.2f}, the start's {row['loss_start']:.2f}" + ("" if row["trains"] else ": no")
-        lines.append(
-            f"| {name} | {row['rate']:.3g} {row['unit']} | {against} | {tf32} | {memory} | {used} | {proof} |"
-        )
+        rate = float(f"{row['rate']:.3g}")
+        lines.append(f"| {name} | {rate:,g} {row['unit']} | {against} | {tf32} | {memory} | {used} | {proof} |")
     return lines
 
 

@@ -157,8 +157,13 @@ def _operations(graph: torch.fx.GraphModule) -> int:
     nodes = list(graph.graph.nodes)
     named = {node.target for node in nodes if node.op == "get_attr" and node.users}
     regions = [part for name, part in graph.named_children() if name in named and hasattr(part, "graph")]
-    own = [node for node in nodes if node.op.startswith("call") and node.target is not operator.getitem]
+    own = [node for node in nodes if node.op.startswith("call") and not _unpacks(node)]
     return sum("invoke_subgraph" not in str(node.target) for node in own) + sum(map(_operations, regions))
+
+
+def _unpacks(node: torch.fx.Node) -> bool:
+    """Whether a node takes one of a call's several results. Of a tensor it is an index, as in x[:, 0]."""
+    return node.target is operator.getitem and not isinstance(node.args[0].meta.get("example_value"), torch.Tensor)
 
 
 def show_kernel(plan: Plan) -> None:

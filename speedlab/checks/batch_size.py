@@ -101,6 +101,7 @@ class Device:
         expect(len(self.tried) < _PATIENCE, f"You make more than {_PATIENCE} trials on one device. "
                "Does your search end? Double the size, then halve the gap.")  # fmt: skip
         self.tried.append(batch_size)
+        expect(self in _LAWS, "A copy of the device has no memory to fill. Search on the device that you are given.")
         memory, throughput, broken = _LAWS[self]
         used = memory(batch_size)
         if used > 1 or broken(batch_size):
@@ -295,7 +296,8 @@ def find_batch_size(answer: Callable[[Device, int], int | None]) -> None:
             part = changed(before, mine)
             expect(part is None, f"you leave the training's {part} changed. Put it back.")
     errors = FileNotFoundError("no such image"), RuntimeError("DataLoader worker (pid 4711) exited unexpectedly")
-    for error, fails in itertools.product((*errors, KeyError("label"), ValueError("no image")), _FAILURES):
+    errors += KeyError("label"), ValueError("no image"), TypeError("an image is no text")
+    for error, fails in itertools.product(errors, _FAILURES):
         _expect_to_pass(error, fails, answer)
 
 

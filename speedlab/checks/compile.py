@@ -120,7 +120,7 @@ CHAINS: dict[str, Case] = {
         {"x": _FULL, "bias": _VECTOR, "residual": _FULL},
         {"c"},
     ),
-    "a gate that uses its input twice": (
+    "a gate less its input, which is read three times": (
         [("a", "sigmoid", ["x"]), ("b", "mul", ["x", "a"]), ("c", "sub", ["b", "x"])],
         {"x": _FULL},
         {"c"},

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from speedlab import compat, count
+from speedlab import compat, count, machine
 from speedlab.checks.core import apart, check, close, diagnose, distance, expect, fail, number, sequence, where
 
 Batches = list[tuple[torch.Tensor, torch.Tensor]]
@@ -255,6 +255,9 @@ def mixed_fabric(answer: Callable[[], Fabric]) -> None:
     )
     expect(str(fabric._asked_for) not in ("16", "16-mixed"), turned)
     expect(fabric.world_size == 1, f"Your Fabric is for {fabric.world_size} processes; make it for one: `devices=1`.")
+    here = machine.device().type
+    expect(fabric.device.type == here or here == "cpu", f"Your Fabric trains on the {fabric.device.type}, but this "
+           f"machine has a GPU: `accelerator=machine.device().type`.")  # fmt: skip
     with _affordable():
         _, _, before = _kept(Fabric(accelerator=fabric.device.type, devices=1))
         weights, product, kept = _kept(fabric)

@@ -176,7 +176,7 @@ class _MeanOverTokens(nn.Module):
 
 @dataclass(frozen=True, eq=False)
 class _Case:
-    """A model, a batch for it, and the norm to clip to: 0.05 clips every step, 100 none."""
+    """A model, a batch for it, and the norm to clip to: 0.05 clips every step, 100 none, though a norm is above 1."""
 
     model: nn.Module
     inputs: torch.Tensor
@@ -204,6 +204,8 @@ def _cases() -> list[_Case]:
         torch.manual_seed(seed)
         model = nn.Sequential(nn.Linear(12, 24), nn.LayerNorm(24), nn.GELU(), nn.Linear(24, 4))
         inputs = torch.randn(16, 12)
+        if max_norm > 1:
+            model[-1].weight.data *= 4
         if kind == "tokens":
             model, inputs = nn.Sequential(nn.Embedding(20, 12), _MeanOverTokens(), model), torch.randint(20, (16, 6))
         cases.append(_Case(model, inputs, torch.randint(4, (16,)), max_norm))
@@ -330,6 +332,7 @@ _ALSO_RIGHT = (
 _FAULTS = {
     "not clipped": "the gradients were not clipped to max_norm, which your function is given: call "
     "nn.utils.clip_grad_norm_(model.parameters(), max_norm) between backward() and the step.",
+    "clipped to 1": "the gradients were clipped to 1. Clip to max_norm, which your function is given, as it is.",
     "clipped before unscaling": "you clipped before unscaling, so max_norm met the norm of the scaled gradients. "
     "Call scaler.unscale_(optimizer) first, then clip.",
     "not unscaled": "the step used the scaled gradients: scaler.unscale_(optimizer) before you clip, then "
@@ -433,7 +436,7 @@ def _reference(case: _Case, precision: str, fault: str = "") -> tuple[list[float
                 parameter.grad *= case.max_norm / length
         elif fault != "not clipped":
             kind = math.inf if fault == "clipped by the largest" else 2.0
-            nn.utils.clip_grad_norm_(model.parameters(), case.max_norm, kind)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0 if fault == "clipped to 1" else case.max_norm, kind)
         if fault == "not unscaled":
             optimizer.step()
         else:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from speedlab import count
-from speedlab.checks.core import apart, check, close, diagnose, distance, expect, fail, sequence, where, whole
+from speedlab.checks.core import apart, check, close, diagnose, distance, expect, fail, number, sequence, where, whole
 
 _same = functools.partial(close, relative=1e-4, absolute=1e-7)
 
@@ -142,8 +142,8 @@ def selective_step(answer: Callable[..., object]) -> None:
     for samples, keep in _KEEPS:
         runs = (answer, keep), (_selective, keep), (_selective, 1.0)
         got, wanted, plain = (_Steps(*run, samples) for run in runs)
-        for number in (1, 2):  # the second begins in the mode in which the first has left the model
-            with where(f"With {samples} samples, keep={keep:g}, step {number}"):
+        for nth in (1, 2):  # the second begins in the mode in which the first has left the model
+            with where(f"With {samples} samples, keep={keep:g}, step {nth}"):
                 before = copy.deepcopy(got.model)
                 _examine_cost(got.step(), wanted.step(), plain.step(), keep, distance(got.model, before) > 0)
                 moved, due = (int(run.model[1].num_batches_tracked) for run in (got, wanted))
@@ -151,11 +151,11 @@ def selective_step(answer: Callable[..., object]) -> None:
                     "Run the selection pass in eval mode: no_grad does not stop BatchNorm from taking in the batch."
                 )
                 trained = "Put the model back into train mode before it trains on the samples that you keep."
-                counts = f"BatchNorm has counted {moved} batches in {number} steps, not {due}."
+                counts = f"BatchNorm has counted {moved} batches in {nth} steps, not {due}."
                 expect(moved == due, f"{counts} {selecting if moved > due else trained}")
                 if not _same(got.model, wanted.model):
                     wrong = {hint: functools.partial(_selective, fault=fault) for hint, fault in _WRONG_STEPS.items()}
-                    found = {hint: _Steps(step, keep, samples).after(number) for hint, step in wrong.items()}
+                    found = {hint: _Steps(step, keep, samples).after(nth) for hint, step in wrong.items()}
                     other = "Which samples do you train on, and with which loss? One optimizer.step() follows."
                     fail(f"the model is not what it should be. {diagnose(got.model, found, other, _same)}")
                 expect(all(module.training for module in got.model.modules()), "leave the model in train mode.")
@@ -299,7 +299,7 @@ def _why_error(numbers: torch.Tensor, scales: torch.Tensor, weight: torch.Tensor
 _MLPS = (  # inputs, hidden neurons, outputs, neurons to keep, activation, biases
     (8, 12, 6, 5, nn.GELU, (True, True)),
     (6, 10, 7, 4, nn.Sigmoid, (True, True)),  # sigmoid(0) is not 0
-    (9, 9, 9, 9, functools.partial(nn.LeakyReLU, 0.5), (True, True)),
+    (9, 9, 9, 9, functools.partial(nn.PReLU, init=0.5), (True, True)),
     (5, 16, 5, 1, nn.Tanh, (False, True)),
     (7, 11, 3, 6, nn.ReLU, (True, False)),
 )
@@ -350,8 +350,9 @@ def _examine_layers(got: nn.Module, model: nn.Sequential, keep: int) -> None:
     _expect_parameters(*layers)
     memory = {p.untyped_storage().data_ptr() for p in model.parameters()}
     shared = any(p.untyped_storage().data_ptr() in memory for p in got.parameters())
-    expect(not shared, "the new network shares memory with the old one: copy what stays.")
-    size, due = count.state_bytes(got).total, sum(p.nbytes for layer in layers for p in layer.parameters())
+    expect(not shared, "the new network shares memory with the old one: copy what stays, the activation, too.")
+    parts = [*layers, model[1]]
+    size, due = count.state_bytes(got).total, sum(p.nbytes for part in parts for p in part.parameters())
     expect(size == due, f"it holds {size} bytes; {due} are enough. A view or a mask keeps the rest.")
     expect(all(p.requires_grad for p in got.parameters()), "its parameters must require gradients, to train.")
 
@@ -449,6 +450,12 @@ def distillation_loss(answer: Callable[..., torch.Tensor]) -> None:
             ratio = f"its norm is {got.gradient.norm() / wanted.gradient.norm():.3g} times that of the right one. "
             right = _same(got.gradient, wanted.gradient)
             expect(right, lambda: f"the gradient is wrong; {ratio}{_why_gradient(got.gradient, setting)}")  # noqa: B023
+            # a cross-entropy with the teacher's probabilities has the same gradient, and is larger by their entropy
+            entropy = setting[1] * setting[0] ** 2 * wanted.teachers_entropy(setting[0])
+            found = number(got.value, "The loss")
+            said, due = apart(found, wanted.value)
+            expect(any(close(found, wanted.value + more, 1e-4) for more in (0.0, entropy)), "the gradient is right, "
+                   f"but the loss is {said}, not {due}: what has been added to it?")  # fmt: skip
 
 
 def _why_gradient(gradient: torch.Tensor, setting: tuple[float, float]) -> str:
@@ -491,6 +498,13 @@ class _Distilled:
         expect(not early, "leave backward to the caller: return the loss.")
         expect(value.requires_grad, "the loss has no graph: backward would do nothing.")
         value.backward()
+        self.value = float(value.detach())
+
+    def teachers_entropy(self, temperature: float) -> float:
+        """That of its softened probabilities, as a mean over the batch."""
+        with torch.no_grad():
+            logits = copy.deepcopy(self.teacher).eval()(self.batch[0]) / temperature
+        return float(torch.distributions.Categorical(logits=logits).entropy().mean())
 
     def _note_mode(self, module: nn.Module, _: object) -> None:
         """Note in which mode a layer runs whose result depends on it: also one of a copy."""
