@@ -422,6 +422,7 @@ def from_above(device, largest):
         (finder(catch=(checks.OutOfMemory, FileNotFoundError)), ("FileNotFoundError", "alone")),
         (finder(catch=(checks.OutOfMemory, ValueError)), ("ValueError", "alone")),
         (finder(catch=(checks.OutOfMemory, TypeError)), ("TypeError", "alone")),
+        (finder(catch=(checks.OutOfMemory, AttributeError)), ("AttributeError", "alone")),
         (lambda device, largest: finder()(copy.deepcopy(device), largest), ("copy of the device", "you are given")),
         (finder(gain=1.08), ("12.8% of the memory", "5.2% more samples per second")),
         (finder(gap=lambda low: max(8, low / 8)), ("you stop at 8, and 16 was too large",)),

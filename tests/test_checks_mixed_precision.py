@@ -326,7 +326,11 @@ MISTAKES = {
     "updates twice": ([(UPDATE, UPDATE + UPDATE)], ["16-mixed", "once"]),
     "does not clip": ([(CLIP, "")], ["not clipped"]),
     "clips to its own norm": ([("max_norm)\n", "1.0)\n")], ["max_norm", "given"]),
-    "never clips to more than 1": ([("max_norm)\n", "min(max_norm, 1.0))\n")], ["clipped to 1", "as it is"]),
+    "never clips to more than 1": ([("max_norm)\n", "min(max_norm, 1.0))\n")], ["clipped to 1", "itself"]),
+    "never clips to more than 5": (
+        [("    nn.utils.clip", "    if max_norm < 1:\n        nn.utils.clip")],
+        ["not clipped"],
+    ),
     "clips each parameter": ([(CLIP, CLIP_EACH)], ["one parameter"]),
     "keeps old gradients": ([(ZERO, "")], ["zero_grad() in every step"]),
     "makes no step": ([("scaler.step(optimizer)", "pass"), (UPDATE, "")], ["did not change"]),

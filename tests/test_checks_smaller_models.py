@@ -1019,6 +1019,22 @@ def with_the_old_activation(network, keep):
     return nn.Sequential(one, network[1], two)
 
 
+def with_another_setting(network, keep):
+    one, activation, two = cut()(network, keep)
+    made = type(activation)()
+    made.load_state_dict(activation.state_dict())
+    return nn.Sequential(one, made, two)
+
+
+class Unregistered(nn.Module):
+    def __init__(self, one, activation, two):
+        super().__init__()
+        self.one, self.two, self.activation = one, two, [activation]
+
+    def forward(self, x):
+        return self.two(self.activation[0](self.one(x)))
+
+
 def loaded(network, stay):
     one, two = layers(network, stay)
     old = network.state_dict()
@@ -1274,7 +1290,9 @@ class Twice(Block):
             (cut(lambda n, keep: largest(n, min(keep + 1, n[0].out_features))), "cut both"),
             (cut(build=random_layers), "copy what stays"),
             (cut(join=lambda one, activation, two: nn.Sequential(one, two)), "activation"),
-            (with_the_old_activation, "the activation, too"),
+            (with_the_old_activation, "its 1.weight: copy what stays"),
+            (with_another_setting, "Is the activation the same?"),
+            (cut(join=Unregistered), "Is it a submodule?"),
             (cut(join=lambda one, activation, two: nn.Sequential(one, nn.ReLU(), two)), "activation"),
             (cut(join=lambda one, activation, two: nn.Sequential(two, activation, one)), "cut both"),
             (cut(join=lambda one, activation, two: (one, activation, two)), "return the smaller network"),
@@ -1349,6 +1367,11 @@ def by_formula(logits, target, temperature):
     return temperature**2 * (p * (p.log() - q.log())).sum(-1).mean()
 
 
+def by_einsum(logits, target, temperature):
+    p, q = (target / temperature).softmax(-1), (logits / temperature).log_softmax(-1)
+    return temperature**2 * torch.einsum("bc,bc->b", p, p.log() - q).mean()
+
+
 def by_logsumexp(logits, target, temperature):
     a, b = target / temperature, logits / temperature
     p = (a - a.logsumexp(1, keepdim=True)).exp()
@@ -1409,6 +1432,7 @@ RIGHT_LOSSES = [
     distilled(soft=with_probabilities),
     distilled(soft=as_cross_entropy),
     distilled(soft=by_formula),
+    distilled(soft=by_einsum),
     distilled(soft=by_logsumexp),
     distilled(soft=of_categoricals),
     distilled(soft=in_fp64),
@@ -1481,6 +1505,11 @@ def backwards(loss):
     return loss
 
 
+def with_plain_probabilities(logits, target, temperature):
+    p = (target / temperature).softmax(-1)
+    return temperature**2 * (p * (p - (logits / temperature).log_softmax(-1))).sum(-1).mean()
+
+
 def with_the_gradient_alone(*given):
     loss = distilled()(*given)
     return loss - loss.detach()
@@ -1524,7 +1553,8 @@ def in_eval_for_a_moment(student, *rest):
             (with_a_soft_hard_loss, "takes the logits as they are"),
             (with_a_larger_whole, "belongs to the soft loss only"),
             (distilled(soft=kl(power=4, **MEAN)), "9 times"),
-            (lambda *given: distilled()(*given) + 7, "added to it"),
+            (lambda *given: distilled()(*given) + 7, "or it is added"),
+            (distilled(soft=with_plain_probabilities), "p log p of the teacher"),
             (with_the_gradient_alone, "the loss is 0"),
             (distilled(soft=kl()), "batchmean"),
             (distilled(soft=kl(reduction="mean", power=0)), "batchmean"),

@@ -67,6 +67,8 @@ def test_each_item_of_a_list_begins_a_line(name):
         if re.match(r"(1\.|-) \S", paragraph):
             inside = re.search(r"[.:;)] (?:[2-9]\.|-) \S+ \S+", paragraph)
             assert not inside, f"{name}: this item begins inside a line: {inside[0][2:]}"
+            nested = re.search(r"(?m)^ +[2-9]\. .+", paragraph)
+            assert not nested, f"{name}: this item is inside the one before: {nested[0]}"
 
 
 @pytest.mark.parametrize("name", documents())

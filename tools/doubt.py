@@ -221,6 +221,11 @@ def plan(entry: dict | None, sources: list[str], count: int, seed: int) -> tuple
     return {"made_by": entry["made_by"] if chosen else mark, "faults": rows}, chosen
 
 
+def mark_of(path: Path) -> str:
+    """Which code a notebook holds now, to compare with the `made_by` of its results."""
+    return _mark([c.source for c in nbformat.read(path, as_version=4).cells if c.cell_type == "code"])
+
+
 def _mark(sources: list[str]) -> str:
     return hashlib.sha256("\n".join(sources).encode()).hexdigest()[:12]
 

@@ -296,7 +296,7 @@ def find_batch_size(answer: Callable[[Device, int], int | None]) -> None:
             part = changed(before, mine)
             expect(part is None, f"you leave the training's {part} changed. Put it back.")
     errors = FileNotFoundError("no such image"), RuntimeError("DataLoader worker (pid 4711) exited unexpectedly")
-    errors += KeyError("label"), ValueError("no image"), TypeError("an image is no text")
+    errors += KeyError("label"), ValueError("the crop does not fit"), TypeError("no text"), AttributeError("shape")
     for error, fails in itertools.product(errors, _FAILURES):
         _expect_to_pass(error, fails, answer)
 
@@ -379,7 +379,7 @@ def _expect_to_pass(
         if raised is not error:
             raise
         part = changed(before, device.training)
-        expect(part is None, f"When the loader raises during a search, the training's {part} stays changed. "
+        expect(part is None, f"When the loader raises during a search, this stays changed: {part}. "
                "Put it back in a `finally`.")  # fmt: skip
         return
     fail(f"A loader that fails ({type(error).__name__}: {error}) is not out of memory, and you swallow its error. "
