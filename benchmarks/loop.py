@@ -272,6 +272,12 @@ def computed(batch: Batch) -> int:
     return inputs["input_ids"].numel() if "input_ids" in inputs else len(labels)
 
 
+def real(batch: Batch) -> int:
+    """What of it is real: its tokens without the padding, where it has tokens, else its samples."""
+    inputs, labels = batch
+    return int(inputs["attention_mask"].sum()) if "attention_mask" in inputs else len(labels)
+
+
 def repeated(batch: Batch, times: int) -> Batch:
     """The batch `times` times over: its mean loss, and so its gradient, are those of the batch itself."""
     inputs, labels = batch

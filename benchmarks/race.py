@@ -80,10 +80,11 @@ class Race:
 
     def warm_up(self, run: Training) -> float:
         """Seconds of a step, after enough steps that the last one is warm."""
+        batches = self.workload.representative(run.settings) or (None,)
         with run.numerics():
-            for _ in range(3 if self.device.type == "cuda" or run.settings.compiled else 1):
+            for batch in batches * (3 if self.device.type == "cuda" or run.settings.compiled else 1):
                 begin = self.clock()
-                run.step()
+                run.step(batch)
         return self.clock() - begin
 
     def pairs(self, run: Training, seconds: float) -> list[tuple[float, float]]:
@@ -101,14 +102,16 @@ class Race:
         return pairs
 
     def sample(self, run: Training, step_seconds: float) -> float:
-        done: list[int] = []
+        """Computed units per second, over the same batches for every run where batches differ in cost."""
+        batches, done = self.workload.representative(run.settings) or (None,), []
         repeats = max(1, math.ceil(_SAMPLE_SECONDS / step_seconds))
         gc.collect()
         with run.numerics():
-            # the other's turn gave the kept memory back; a run alone fetches it once, not in each turn
-            if run.settings.keep_memory:
-                run.step()
-            spent = measure.sample(lambda: done.append(run.step()), repeats, self.clock)
+            # not timed: fetching the kept memory, which the other's turn gave back, and using up the batches that
+            # workers prepared during that turn
+            for _ in range(max(2 * run.settings.workers, run.settings.keep_memory)):
+                run.step(batches[-1])
+            spent = measure.sample(lambda: done.append(sum(map(run.step, batches))), repeats, self.clock)
         return sum(done) / (spent * repeats)
 
     def speeds(
@@ -116,11 +119,11 @@ class Race:
     ) -> dict:
         """Throughput, speed-up with its interval and use of the hardware, from pairs of rates of computed units."""
         work, specified = self.workload, specified_flops(self.device)
-        share = work.share_of_real(settings)
-        real = share / work.share_of_real(work.start())
+        share, timed = work.share_of_real(settings), work.timed_share(settings)
+        real = timed / work.timed_share(work.start())
         computed, useful = work.flops(settings)
         against = measure.ratio(work.gains([rung * real / first for first, rung in pairs], settings, proof, start))
-        rate = statistics.median(rung * share for _, rung in pairs)
+        rate = statistics.median(rung * timed for _, rung in pairs)
         return {
             "unit": work.unit,
             "rate": rate,

@@ -79,12 +79,15 @@ def record(
     """Put `rows` into a section of the file `path`, with a stamp, and return the section.
 
     `before` and `after` hold the products' rates when the run began and now. The section is marked noisy where they
-    moved by more than 15%, or where `other_cores`, the cores that other work kept busy, are more than half of them.
+    moved by more than 15%, or those beside which rows were measured differ by more, or where `other_cores`, the cores
+    that other work kept busy, are more than half of them.
     The file is replaced in one move, so that an interrupt leaves the old one.
     """
     known = load(path)
     made = {**stamp(), "load": round(other_cores, 2), "products": {"before": before, "after": after}}
-    noisy = other_cores > _QUIET_LOAD * made["cores"] or moved(before, after)
+    between = [row["product_flops"] for row in rows if "product_flops" in row]
+    drifted = bool(between) and max(between) > _STEADY * min(between)
+    noisy = other_cores > _QUIET_LOAD * made["cores"] or moved(before, after) or drifted
     known[section] = {"stamp": made, "noisy": noisy, "rows": rows}
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(".part")

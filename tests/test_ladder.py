@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -238,6 +239,12 @@ def test_a_run_beside_other_work_is_marked_noisy(tmp_path, monkeypatch):
         assert results.load(path)["part"]["noisy"] is noisy
 
 
+@pytest.mark.parametrize(("low", "noisy"), [(0.9e12, False), (0.8e12, True)])
+def test_a_run_whose_product_moved_between_rows_is_marked_noisy(low, noisy, tmp_path):
+    rows = [{"product_flops": 1e12}, {"product_flops": low}, {"not_run": "it is late"}]
+    assert record.record("a", rows, tmp_path / "a.json", {"fp32": 1e12}, {"fp32": 1e12})["noisy"] is noisy
+
+
 def test_a_run_whose_products_moved_is_marked_noisy(tmp_path):
     for now, noisy in ((1.1e12, False), (1.2e12, True), (0.8e12, True)):
         section = record.record("a", [], tmp_path / "a.json", {"fp32": now}, {"fp32": 1e12})
@@ -368,7 +375,7 @@ def test_memory_that_is_kept_is_fetched_before_the_clock_starts():
         def __init__(self, keep_memory):
             self.settings, self.steps = Settings(batch=1, keep_memory=keep_memory), 0
 
-        def step(self):
+        def step(self, batch):
             self.steps += 1
             return 1
 
@@ -376,6 +383,33 @@ def test_memory_that_is_kept_is_fetched_before_the_clock_starts():
     for run in (kept, given_back):
         race.Race(VIT, 0.0).sample(run, 1.0)
     assert kept.steps == given_back.steps + 1
+
+
+def test_what_workers_prepared_during_the_others_turn_is_used_up_before_the_clock_starts():
+    steps = []
+    run = SimpleNamespace(numerics=contextlib.nullcontext, step=lambda batch: steps.append(batch) or 1)
+    for run.settings in (Settings(batch=1), Settings(batch=1, workers=3)):
+        race.Race(VIT, 0.0).sample(run, 1.0)
+    assert len(steps) == 1 + 6 + 1
+
+
+@pytest.mark.parametrize(
+    "changes", [{"padding": "batch"}, {"padding": "buckets"}, {"padding": "buckets", "compiled": True}]
+)
+def test_every_rung_is_timed_on_batches_that_stand_for_an_epoch(changes):
+    work = text.Text(CPU, "quick")
+    settings = replace(work.start(), **changes)
+    widths = [inputs["input_ids"].shape[1] for inputs, _ in work.representative(settings)]
+    whole = [wide for _, wide in work.plan(settings, 0)]
+    assert widths == sorted(widths) and statistics.mean(widths) == pytest.approx(statistics.mean(whole), rel=0.05)
+    assert work.timed_share(settings) == pytest.approx(work.share_of_real(settings), rel=0.05)
+    timed = []
+    run = SimpleNamespace(
+        settings=settings, numerics=contextlib.nullcontext, step=lambda batch: timed.append(batch) or 1
+    )
+    race.Race(work, 0.0).sample(run, 1.0)
+    assert timed == list(work.representative(settings))
+    assert len(work.representative(replace(settings, padding="longest"))) == 1
 
 
 def test_a_larger_batch_of_the_same_samples_has_the_same_gradient():

@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 from torch.nn import functional as F
 
-from benchmarks.loop import Batch, Rung, Settings, Training, repeated
+from benchmarks.loop import Batch, Rung, Settings, Training, computed, real, repeated
 from speedlab import count, machine
 
 CPU = torch.device("cpu")
@@ -84,6 +84,15 @@ class Workload:
         """The part of what is computed that is real, not padding."""
         return 1.0
 
+    def representative(self, settings: Settings) -> tuple[Batch, ...]:
+        """The batches of a timed sample where batches differ in cost, the costliest last; none: any of the stream."""
+        return ()
+
+    def timed_share(self, settings: Settings) -> float:
+        """The part of what a timed sample computes that is real."""
+        batches = self.representative(settings)
+        return sum(map(real, batches)) / sum(map(computed, batches)) if batches else self.share_of_real(settings)
+
     def flops(self, settings: Settings) -> tuple[float, float]:
         """Operations of a training step for each computed unit, and for each real unit without any padding."""
         each = float(self.sample_flops(settings.size))
@@ -103,7 +112,7 @@ class Workload:
 
     @functools.cache  # noqa: B019
     def peak_memory(self, settings: Settings) -> int:
-        """Predicted peak bytes of training in these settings' precision, not compiled, found on fake tensors."""
+        """Predicted peak bytes of training in these settings' numerics, not compiled, found on fake tensors."""
         plain = replace(settings, padding="longest", compiled=False, channels_last=False, resident=False,
                         keep_memory=False, host_metric=False, tf32=False, pinned=False, workers=0)  # fmt: skip
         if plain != settings:
@@ -113,7 +122,12 @@ class Workload:
             with default_dtype(torch.bfloat16 if plain.master else torch.float32):
                 run = self.training(plain, device=CPU)
             batch = self.blank(plain, plain.batch)
-            return run.model, run.optimizer, lambda: run.step(batch)
+
+            def step() -> int:
+                with run.numerics():
+                    return run.step(batch)
+
+            return run.model, run.optimizer, step
 
         attention = as_a_gpu_keeps_it() if self.device.type == "cuda" else contextlib.nullcontext()
         with warnings.catch_warnings(), attention:

@@ -132,6 +132,14 @@ class Text(Workload):
         real = sum(self.lengths[row] for rows, _ in batches for row in rows)
         return real / sum(len(rows) * wide for rows, wide in batches)
 
+    @functools.cache  # noqa: B019 (a workload lives as long as the process)
+    def representative(self, settings: Settings) -> tuple[Batch, ...]:
+        """Of an epoch's batches, sorted by width, the middle one of each quarter; one where all are as wide."""
+        batches = sorted(self.plan(settings, 0), key=lambda batch: batch[1])
+        parts = 1 if settings.padding == "longest" else 4
+        middles = [batches[(2 * part + 1) * len(batches) // (2 * parts)] for part in range(parts)]
+        return tuple(self.padded(rows, wide) for rows, wide in middles)
+
     def flops(self, settings: Settings) -> tuple[float, float]:
         """Operations of a training step for each computed token, padding included, and for each real token without.
 
