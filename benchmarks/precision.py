@@ -53,6 +53,7 @@ def measured(name: str, session: Session, rows: list[dict]) -> list[dict]:
     steps, lacking = steps_in_each(MODELS[name](session.device, session.scale), batch)
     result = measure.compare(steps, seconds=session.seconds)
     flops, task = count.flops(steps["fp32"]), f"a training step of {name}, batch {batch}"
+    task += f", {TOKENS} tokens" if name == "DistilBERT" else ""
     made = []
     for precision, timing in result.timings.items():
         against = result.ratios.get(precision, "baseline")

@@ -1,8 +1,8 @@
 """Timing a step, and comparing several variants of it, without fooling yourself.
 
 Times are shown with their spread and stamped with the machine; they never decide whether a test passes.
-`torch.utils.benchmark.Timer` times one statement well, but it runs each variant to its end before the next begins,
-adds warm-up calls to every sample and sets the threads to one; so the interleaving here is our own.
+`torch.utils.benchmark.Timer` times one statement well, but it runs each variant to its end before the next begins
+and sets the threads to one; so the interleaving here is our own.
 """
 
 import gc

@@ -40,6 +40,7 @@ from speedlab.diagnose import (
     estimate,
     from_lightning,
     from_transformers,
+    rules,
 )
 from speedlab.diagnose.__main__ import main, size
 from speedlab.diagnose.climb import RUNGS, apart, blocks, climb, trains
@@ -445,6 +446,30 @@ def test_what_does_not_fit_without_its_activations_needs_a_smaller_state():
     faults = [a.technique for a in told if a.helps and "fused" not in a.technique]
     assert faults[0] == "a smaller state (LoRA, FSDP, an 8-bit optimizer)"
     assert "checkpointing, or micro-batches" not in faults
+
+
+def test_what_does_not_fit_for_the_gradients_of_its_activations_needs_micro_batches():
+    """They are not saved for backward, and yet smaller batches make them smaller."""
+    make = lambda: nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))  # noqa: E731
+    job = Job(make, lambda n: torch.randn(n, 64), lambda m, x: m(x).square().mean(), sgd, batch_size=8192)
+    found = counts(job, breaks=False)
+    told = {a.technique: a.helps for a in advise(found, DEVICE, memory=found.peak - found.saved - 1)}
+    assert told["checkpointing, or micro-batches"]
+    assert not told["a smaller state (LoRA, FSDP, an 8-bit optimizer)"]
+
+
+def test_a_fused_optimizer_is_bounded_by_the_parameters_that_train():
+    def job(frozen: bool) -> Job:
+        def make() -> nn.Module:
+            model = nn.Sequential(nn.Linear(512, 512), nn.ReLU(), *[nn.Linear(512, 512) for _ in range(2 * frozen)])
+            model[2:].requires_grad_(False)
+            return model
+
+        trained = lambda m: torch.optim.AdamW([p for p in m.parameters() if p.requires_grad])  # noqa: E731
+        return Job(make, lambda n: torch.randn(n, 512), lambda m, x: m(x).square().mean(), trained, batch_size=4)
+
+    plain, beside = (rules._optimizer(counts(job(frozen), breaks=False), DEVICE) for frozen in (False, True))
+    assert beside == pytest.approx(plain)
 
 
 def test_waits_are_named_by_the_line_that_makes_them():
@@ -872,6 +897,13 @@ def test_what_the_clock_says_of_the_loader_comes_first():
     assert "data pipeline" not in replace(found, probes=same).sentence()
 
 
+def test_where_nothing_is_sure_to_help_what_may_is_not_denied():
+    found = diagnose(linear(), DEVICE)
+    advice = tuple(replace(a, helps=False, may=False) for a in found.advice)
+    assert "would help it by a tenth" in replace(found, advice=advice).sentence()
+    assert "marked ? may" in replace(found, advice=(*advice[:-1], replace(advice[-1], may=True))).sentence()
+
+
 def by_the_clock(same: float, twice: float) -> Comparison:
     seconds = {"the same batch again": same, "twice the batch": twice}
     timings = {name: Timing(each, each, each, (each,) * 6) for name, each in seconds.items()}
@@ -915,7 +947,7 @@ def test_no_worker_is_advised_where_there_are_some():
         advice = advise(counts(linear(**given), breaks=False), DEVICE)
         told += [a for a in advice if a.technique == "load in other processes"]
     assert not any(a.helps or a.may for a in told)
-    assert [a.evidence for a in told] == ["no loader was given", "other processes load already"]
+    assert [a.evidence for a in told] == ["no loader was given", "no Python calls in this process"]
 
 
 FIXED, MINE = torch.randn(8, 4), nn.Linear(4, 2)

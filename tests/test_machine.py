@@ -91,6 +91,15 @@ def test_half_products_really_compute_in_fp32(monkeypatch):
     assert product.dtype == torch.bfloat16 and product.item() == 4096.0
 
 
+def test_half_products_write_where_they_are_told_to(monkeypatch):
+    monkeypatch.setattr(machine, "is_fast", lambda name: False)
+    a, b = torch.ones(2, 4, dtype=torch.bfloat16), torch.ones(4, 3, dtype=torch.bfloat16)
+    added, given = torch.ones(2, 3, dtype=torch.bfloat16), torch.zeros(2, 3, dtype=torch.bfloat16)
+    with compat.half_products():
+        assert added.addmm_(a, b) is added and torch.mm(a, b, out=given) is given
+    assert (added == 5).all() and (given == 4).all()
+
+
 def test_half_products_do_nothing_on_a_gpu(monkeypatch):
     """On a machine with a GPU, a timed 16-bit step must not pay for the CPU's emulation."""
     monkeypatch.setattr(machine, "is_fast", lambda name: False)

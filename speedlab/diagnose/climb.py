@@ -92,7 +92,7 @@ def checkpointed(job: Job) -> Job | str:
     model, _ = job.built()
     parts = [part for block in blocks(model) for part in block.modules()]
     if not parts:
-        return "The model has no repeated blocks to compute again."
+        return "The model has no list of blocks of one kind to compute again."
     batch, states = job.batch(), []
     for _ in range(2):  # what the second forward only writes again, such as scores to look at, may be written twice
         machine.seed_everything(0)
@@ -156,7 +156,7 @@ def _on(job: Job, parts: Callable[[nn.Module], list[nn.Module]], change: Callabl
 def channels_last(job: Job) -> Job | str:
     """Images and convolutions with the channels innermost."""
     if not any(isinstance(m, nn.Conv2d) for m in job.make_model().modules()):
-        return "The model has no convolution."
+        return "The model has no Conv2d."
 
     def innermost(part: torch.Tensor) -> torch.Tensor:
         return part.contiguous(memory_format=torch.channels_last) if part.dim() == 4 else part
@@ -173,11 +173,15 @@ def bucketed(job: Job) -> Job | str:
     """
     real = real_tokens(job.batch())
     if real is None or real.dim() != 2:
-        return "The batch has no attention mask (B, T), and no rows of token ids that could end in padding."
+        return (
+            "The batch has no attention mask (B, T) of whole numbers, nor rows of token ids that may end in padding."
+        )
     if real.all():
         return "No token of the batch is padding."
     if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in job.make_model().modules()):
-        return "Its batch norm takes the padding into its statistics: with less of it, it would train otherwise."
+        return (
+            "Its batch norm may take the padding into its statistics; with less of it, it would then train otherwise."
+        )
     if any(_cuts_values(job.batch()) for _ in range(8)):
         return "Something in the batch, such as its labels, is longer than the texts: cut each to its own length."
     short = replace(job, prepare=lambda batch: trimmed(job.prepare(batch)))

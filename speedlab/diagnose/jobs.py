@@ -29,7 +29,9 @@ def one_sentence(what: str, hint: str = "") -> Iterator[None]:
     except DiagnoseError:
         raise
     except (torch.OutOfMemoryError, MemoryError) as error:
-        raise DiagnoseError(f"{what} needs more memory than there is. Give a smaller batch_size.") from error
+        raise DiagnoseError(
+            f"{what} needs more memory than there is. Give a smaller batch_size, or a smaller model."
+        ) from error
     except (Exception, SystemExit) as error:
         if "not attached to a `Trainer`" in str(error):
             hint = (

@@ -117,7 +117,10 @@ class Diagnosis:
                 "of the step."
             )
         helps = [name for name in self.helps if name != LARGER or twice < 1.8 * step]
-        first = f"First: {helps[0]}." if helps else "Nothing in the table would help it by a tenth."
+        nothing = "Nothing in the table would help it by a tenth."
+        if any(a.may for a in self.advice):
+            nothing = "Nothing in the table is sure to help it by a tenth; what is marked ? may."
+        first = f"First: {helps[0]}." if helps else nothing
         if helps[:1] != list(self.helps[:1]):
             first += f" By the clock, {LARGER} would not: twice the batch takes {twice / step:.1f} times as long."
         return f"On {self.device.name} this step waits most for {self.estimate.regime}. {first}"

@@ -181,7 +181,7 @@ def _workers(c: Counts, d: Device) -> float:
 
 
 def _loading(calls: int | None) -> str:
-    known = {None: "no loader was given", 0: "other processes load already"}
+    known = {None: "no loader was given", 0: "no Python calls in this process"}
     return known.get(calls) or f"about {_rounded(calls):,} Python calls per batch"
 
 
@@ -193,8 +193,9 @@ def _no_waits(c: Counts, d: Device) -> float:
 
 
 def _optimizer(c: Counts, d: Device) -> float:
-    # one pass at least: parameter, gradient and state are read; parameter and state are written
-    once = (2 * c.parameters + c.gradients + 2 * c.optimizer) / d.bandwidth
+    # one pass at least: parameter, gradient and state are read; parameter and state are written. Frozen parameters
+    # have no part in it, and a trained one is as large as its gradient
+    once = (3 * c.gradients + 2 * c.optimizer) / d.bandwidth
     return 0.0 if not c.fuses else max(0.0, estimate(c, d).by_phase.get(OPTIMIZER, 0.0) - max(d.launch, once))
 
 
@@ -286,6 +287,11 @@ def _too_much(c: Counts, d: Device) -> bool:
     return d.memory is not None and c.peak > d.memory
 
 
+def _state(c: Counts) -> int:
+    """What micro-batches and checkpoints leave as large as it is."""
+    return c.parameters + c.gradients + c.optimizer
+
+
 def _limit(d: Device) -> str:
     return f"limit {d.memory}" if d.memory else "no limit"
 
@@ -297,10 +303,10 @@ def _where(found: dict[str, int]) -> str:
 RULES = (
     Rule("checkpointing, or micro-batches", "9.6", "up to a third more FLOPs; or more, smaller operations",
          lambda c, d: f"peak {c.peak:,} bytes, {_limit(d)}; saved for backward {c.saved:,}",
-         fault=lambda c, d: _too_much(c, d) and c.peak - c.saved <= d.memory),
+         fault=lambda c, d: _too_much(c, d) and _state(c) <= d.memory),
     Rule("a smaller state (LoRA, FSDP, an 8-bit optimizer)", "9.3, 9.9", "may learn less; or more devices",
          lambda c, d: f"peak {c.peak:,} bytes, {_limit(d)}; {c.peak - c.saved:,} without what is saved for backward",
-         fault=lambda c, d: _too_much(c, d) and c.peak - c.saved > d.memory),
+         fault=lambda c, d: _too_much(c, d) and _state(c) > d.memory),
     Rule("stop keeping what a step made", "9.6", "none",
          lambda c, d: f"{c.left_behind:,} bytes of each step stay alive after it",
          fault=lambda c, d: c.left_behind > 0),
