@@ -111,15 +111,12 @@ class _ProductsInFp32(TorchDispatchMode):
         return True  # else torch.compile does nothing inside this context
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        product = self._PRODUCTS.search(func._schema.name)
-        halves = [a.dtype for a in tree_leaves((args, kwargs)) if self._is_slow(a)] if product else []
-        if not halves:
+        halves = [a.dtype for a in tree_leaves((args, kwargs)) if self._is_slow(a)]
+        if not halves or not self._PRODUCTS.search(func._schema.name):
             return func(*args, **(kwargs or {}))
         written = (kwargs or {}).get("out", args[0]) if func._schema.is_mutable else None
         args, kwargs = tree_map(lambda a: a.float() if self._is_slow(a) else a, (args, kwargs or {}))
-        out = func(*args, **kwargs)
-        if written is not None:
-            return written.copy_(out)
+        out = func(*args, **kwargs) if written is None else written.copy_(func(*args, **kwargs))
         # attention also returns its log-sum-exp, which stays in fp32 on every kind of hardware
         if "scaled_dot_product" in func._schema.name and "backward" not in func._schema.name:
             return out[0].to(halves[0]), *out[1:]

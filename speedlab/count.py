@@ -157,8 +157,7 @@ class StateBytes:
 def state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> StateBytes:
     """Bytes of parameters, gradients, optimizer state and buffers, as they are now (after a step, all are there).
 
-    Of what is sharded over processes (FSDP, DTensor), this process's part is counted; of an optimizer's state, its
-    tensors, and no lists of them (LBFGS).
+    Of what is sharded (FSDP, DTensor), this process's part is counted; of optimizer state, no lists (LBFGS's).
     """
     parameters = list(model.parameters())
     states = [] if optimizer is None else optimizer.state.values()

@@ -184,10 +184,9 @@ def bytes_text(count: float) -> str:
 def seconds_text(seconds: float) -> str:
     """Seconds as people read them, with three digits: `1.47 s`, `22.5 ms`, `830 µs`."""
     seconds = float(f"{seconds:.3g}")  # before the unit is chosen: 999.7 µs are 1 ms
-    for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
-        if abs(seconds) >= size:
-            return f"{float(f'{seconds / size:.3g}'):,g} {unit}"
-    return f"{seconds * 1e9:.3g} ns"
+    units = {"s": 1.0, "ms": 1e-3, "µs": 1e-6, "ns": 1e-9}
+    unit = next((unit for unit, size in units.items() if abs(seconds) >= size), "ns")
+    return f"{float(f'{seconds / units[unit]:.3g}'):,g} {unit}"
 
 
 def _yes_or_no(value: object) -> object:
