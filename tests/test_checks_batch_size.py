@@ -401,6 +401,7 @@ def from_above(device, largest):
         (finder(margin=1.0), ("96.8% of the memory", "as too large")),
         (finder(margin=0.905), ("90.4% of the memory",)),
         (finder(margin=0.86), ("128 ran with 88.3% of the memory",)),
+        (finder(margin=0.89), ("64 ran with 89.9% of the memory", "Take what needs 90% or less")),
         (finder(gain=1.1), ("Go on while doubling gains 5%",)),
         (finder(larger=True), ("less than 5%", "keep the smaller size")),
         (finder(catch=(RuntimeError, MemoryError)), ("DataLoader worker", "Catch checks.OutOfMemory alone")),

@@ -1510,6 +1510,11 @@ def with_plain_probabilities(logits, target, temperature):
     return temperature**2 * (p * (p - (logits / temperature).log_softmax(-1))).sum(-1).mean()
 
 
+def with_the_last_layer_again(student, teacher, images, *rest):
+    student[-1](torch.zeros(len(images), student[-1].in_features))
+    return distilled()(student, teacher, images, *rest)
+
+
 def with_the_gradient_alone(*given):
     loss = distilled()(*given)
     return loss - loss.detach()
@@ -1542,6 +1547,7 @@ def in_eval_for_a_moment(student, *rest):
     ("answer", "words"),
     cases(
         [
+            (with_the_last_layer_again, "Run each once"),
             (distilled(lambda teacher, images: teacher.eval()(images)), "through the teacher"),
             (distilled(lambda teacher, images: teacher(images)), "through the teacher"),
             (distilled(lambda teacher, images: teacher.eval()(images).detach()), "detach comes too late"),

@@ -73,7 +73,7 @@ def sentence(name: str) -> str:
             f"{row['speedup']:.1f} times ({row['speedup_low']:.1f} to {row['speedup_high']:.1f}{_by_seed(row)}) as "
             f"fast as strict fp32 with the rung *{row['rung']}*{used} ({where})"
         )
-    return f"{TASKS[name]}, the highest median that still trains: {'; '.join(said)}." if said else ""
+    return f"{TASKS[name]}, the fastest that still trains: {'; '.join(said)}." if said else ""
 
 
 def figure(name: str) -> Figure:

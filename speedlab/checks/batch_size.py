@@ -261,6 +261,8 @@ def devices() -> dict[str, Case]:
             4096,
         ),
         "where 128 runs, with 95% of the memory": case(lambda b: 0.3 + 0.65 * b / 128, _rising(2000), 2048),
+        # just under the margin; at 90% itself, 1 - memory < 0.1 and memory > 0.9 round differently
+        "where 64 takes 89.9% of the memory": case(lambda b: 0.899 * b / 64, _rising(2000), 2048),
         # 15 fit: the gap below 16 counts, too
         "where 16 runs, with 95% of the memory": case(lambda b: 0.3 + 0.65 * b / 16, _rising(2000), 2048),
         "that nothing fills": case(lambda b: 0.1 + b / 9000, _rising(9000), 512),

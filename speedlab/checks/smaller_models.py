@@ -442,7 +442,7 @@ def distillation_loss(answer: Callable[..., torch.Tensor]) -> None:
             expect(got.gradient.any(), lost)
             both = "Backward goes through the teacher, too: run it under no_grad." if got.both else "Run each once."
             expect(
-                got.flops <= 1.01 * wanted.flops,
+                got.flops <= 1.01 * wanted.flops,  # room for a sum written as a product; any layer again is more
                 f"the step takes {got.flops} FLOPs; {wanted.flops} are enough. {both}",
             )
             late = "detach comes too late, when the teacher's activations are kept: run it under no_grad."
