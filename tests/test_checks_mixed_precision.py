@@ -253,6 +253,11 @@ STRETCH = """
     for p in model.parameters():
         p.grad *= max(1.0, max_norm / float(norm))
 """
+SQUARED = """
+    squares = sum(float(p.grad.square().sum()) for p in model.parameters())
+    for p in model.parameters():
+        p.grad *= max_norm / squares**0.5 if squares > max_norm else 1.0
+"""
 CLIP_EACH = """
     for p in model.parameters():
         nn.utils.clip_grad_norm_(p, max_norm)
@@ -331,6 +336,7 @@ MISTAKES = {
         [("    nn.utils.clip", "    if max_norm < 1:\n        nn.utils.clip")],
         ["not clipped"],
     ),
+    "compares the squared norm": ([(CLIP, SQUARED)], ["clipping only shortens"]),
     "clips each parameter": ([(CLIP, CLIP_EACH)], ["one parameter"]),
     "keeps old gradients": ([(ZERO, "")], ["zero_grad() in every step"]),
     "makes no step": ([("scaler.step(optimizer)", "pass"), (UPDATE, "")], ["did not change"]),

@@ -1026,6 +1026,17 @@ def with_another_setting(network, keep):
     return nn.Sequential(one, made, two)
 
 
+def with_a_cut_in_another_setting(network, keep):
+    return copy.deepcopy(network) if keep == network[0].out_features else with_another_setting(network, keep)
+
+
+def with_a_new_slope(network, keep):
+    one, activation, two = cut()(network, keep)
+    if hasattr(activation, "reset_parameters"):
+        activation.reset_parameters()
+    return nn.Sequential(one, activation, two)
+
+
 class Unregistered(nn.Module):
     def __init__(self, one, activation, two):
         super().__init__()
@@ -1292,6 +1303,8 @@ class Twice(Block):
             (cut(join=lambda one, activation, two: nn.Sequential(one, two)), "activation"),
             (with_the_old_activation, "its 1.weight: copy what stays"),
             (with_another_setting, "Is the activation the same?"),
+            (with_a_cut_in_another_setting, "Is the activation the same?"),
+            (with_a_new_slope, "Is the activation the same?"),
             (cut(join=Unregistered), "Is it a submodule?"),
             (cut(join=lambda one, activation, two: nn.Sequential(one, nn.ReLU(), two)), "activation"),
             (cut(join=lambda one, activation, two: nn.Sequential(two, activation, one)), "cut both"),
@@ -1559,8 +1572,8 @@ def in_eval_for_a_moment(student, *rest):
             (with_a_soft_hard_loss, "takes the logits as they are"),
             (with_a_larger_whole, "belongs to the soft loss only"),
             (distilled(soft=kl(power=4, **MEAN)), "9 times"),
-            (lambda *given: distilled()(*given) + 7, "or it is added"),
-            (distilled(soft=with_plain_probabilities), "p log p of the teacher"),
+            (lambda *given: distilled()(*given) + 7, "nothing else added"),
+            (distilled(soft=with_plain_probabilities), "Is p log p of the teacher"),
             (with_the_gradient_alone, "the loss is 0"),
             (distilled(soft=kl()), "batchmean"),
             (distilled(soft=kl(reduction="mean", power=0)), "batchmean"),

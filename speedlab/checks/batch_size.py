@@ -298,7 +298,8 @@ def find_batch_size(answer: Callable[[Device, int], int | None]) -> None:
             part = changed(before, mine)
             expect(part is None, f"you leave the training's {part} changed. Put it back.")
     errors = FileNotFoundError("no such image"), RuntimeError("DataLoader worker (pid 4711) exited unexpectedly")
-    errors += KeyError("label"), ValueError("the crop does not fit"), TypeError("no text"), AttributeError("shape")
+    errors += RuntimeError("the crop does not fit"), ValueError("no image"), TypeError("no text")
+    errors += KeyError("label"), AttributeError("shape")
     for error, fails in itertools.product(errors, _FAILURES):
         _expect_to_pass(error, fails, answer)
 

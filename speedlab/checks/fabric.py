@@ -245,7 +245,10 @@ def mixed_fabric(answer: Callable[[], Fabric]) -> None:
     with _affordable(), patch.object(Fabric, "__init__", noting):
         fabric = answer()
     expect(fabric is not None, "Nothing came back. Does your function return the Fabric object?")
-    expect(isinstance(fabric, Fabric), f"Return a Fabric object, not {type(fabric).__name__}.")
+    expect(
+        isinstance(fabric, Fabric),
+        f"Return a Fabric object of lightning.fabric, not {type(fabric).__module__}.{type(fabric).__name__}.",
+    )
     expect(
         hasattr(fabric, "_asked_for"),
         "Make the Fabric inside your function, so that the check sees what you ask for.",

@@ -340,12 +340,12 @@ _FAULTS = {
     "not zeroed": "gradients of the step before were still there: call optimizer.zero_grad() in every step.",
     "clipped each": "gradients were clipped one parameter at a time: give clip_grad_norm_ all model.parameters().",
     "clipped by value": "each number was clipped. max_norm bounds the norm of all: clip_grad_norm_, not _value_.",
+    "stretched": "each gradient came out as long as max_norm. Were shorter ones stretched (clipping only shortens), "
+    "or was the loss multiplied by a number that nobody divides out (only scaler.scale may)?",
     "half the batch": "the gradient is that of half the batch: use all of it.",
     "summed": "backward() ran on the sum of the losses: call it on their mean, which you return.",
     "clipped by the largest": "the norm to clip is the Euclidean one, clip_grad_norm_'s default, not the largest "
     "number.",
-    "stretched": "each gradient came out as long as max_norm. Were shorter ones stretched (clipping only shortens), "
-    "or was the loss multiplied by a number that nobody divides out (only scaler.scale may)?",
 }
 
 

@@ -300,9 +300,9 @@ def _why_error(numbers: torch.Tensor, scales: torch.Tensor, weight: torch.Tensor
 _MLPS = (  # inputs, hidden neurons, outputs, neurons to keep, activation, biases
     (8, 12, 6, 5, nn.GELU, (True, True)),
     (6, 10, 7, 4, nn.Sigmoid, (True, True)),  # sigmoid(0) is not 0
-    (9, 9, 9, 9, functools.partial(nn.LeakyReLU, 0.5), (True, True)),
+    (9, 9, 9, 9, nn.ReLU, (True, True)),
     (5, 16, 5, 1, nn.Tanh, (False, True)),
-    (7, 11, 3, 6, nn.ReLU, (True, False)),
+    (7, 11, 3, 6, functools.partial(nn.LeakyReLU, 0.5), (True, False)),
     (8, 10, 4, 5, functools.partial(nn.PReLU, init=0.5), (True, True)),  # with a parameter of its own
 )
 
@@ -314,6 +314,8 @@ def cut_neurons(answer: Callable[[nn.Sequential, int], nn.Sequential]) -> None:
         first, second = nn.Linear(wide, hidden, bias=biases[0]), nn.Linear(hidden, out, bias=biases[1])
         nn.init.uniform_(second.weight, -2, 2)
         model, x = nn.Sequential(first, activation(), second), torch.randn(9, wide)
+        for slope in model[1].parameters():
+            nn.init.constant_(slope, 0.8)  # as if trained: not what a new one begins with
         before = copy.deepcopy(model)
         with where(f"With {hidden} neurons, {type(model[1]).__name__} and keep={keep}"):
             got = answer(model, keep)
@@ -440,7 +442,11 @@ def distillation_loss(answer: Callable[..., torch.Tensor]) -> None:
             got, wanted = _Distilled(answer, setting), _Distilled(_distilled, setting)
             lost = "no gradient arrives at the student: does the loss depend on its logits, with their graph?"
             expect(got.gradient.any(), lost)
-            both = "Backward goes through the teacher, too: run it under no_grad." if got.both else "Run each once."
+            both = (
+                "Backward goes through the teacher, too: run it under no_grad."
+                if got.both
+                else "Run each once; a product of all rows in the loss counts, too."
+            )
             expect(
                 got.flops <= 1.01 * wanted.flops,  # room for a sum written as a product; any layer again is more
                 f"the step takes {got.flops} FLOPs; {wanted.flops} are enough. {both}",
@@ -460,9 +466,9 @@ def distillation_loss(answer: Callable[..., torch.Tensor]) -> None:
             entropy = setting[1] * setting[0] ** 2 * wanted.teachers_entropy(setting[0])
             found = number(got.value, "The loss")
             said, due = apart(found, wanted.value)
-            hint = "what has no student in it is wrong, p log p of the teacher at this temperature, or it is added."
+            hint = "Is p log p of the teacher taken at this temperature, and is nothing else added?"
             right = any(close(found, wanted.value + more, 1e-4) for more in (0.0, entropy))
-            expect(right, f"the gradient is right, but the loss is {said}, not {due}: {hint}")
+            expect(right, f"the gradient is right, but the loss is {said}, not {due}. {hint}")
 
 
 def _why_gradient(gradient: torch.Tensor, setting: tuple[float, float]) -> str:
