@@ -157,13 +157,18 @@ def _operations(graph: torch.fx.GraphModule) -> int:
     nodes = list(graph.graph.nodes)
     named = {node.target for node in nodes if node.op == "get_attr" and node.users}
     regions = [part for name, part in graph.named_children() if name in named and hasattr(part, "graph")]
-    own = [node for node in nodes if node.op.startswith("call") and not _unpacks(node)]
+    own = [node for node in nodes if node.op.startswith("call") and _computes(node)]
     return sum("invoke_subgraph" not in str(node.target) for node in own) + sum(map(_operations, regions))
 
 
-def _unpacks(node: torch.fx.Node) -> bool:
-    """Whether a node takes one of a call's several results. Of a tensor it is an index, as in x[:, 0]."""
-    return node.target is operator.getitem and not isinstance(node.args[0].meta.get("example_value"), torch.Tensor)
+def _computes(node: torch.fx.Node) -> bool:
+    """Whether a node computes: not one that notes that an API is used, nor one that takes a result of a call apart.
+
+    Taken from a tensor, an item is computed, as in x[:, 0].
+    """
+    taken = node.target is operator.getitem
+    apart = taken and not isinstance(node.args[0].meta.get("example_value"), torch.Tensor)
+    return not apart and node.target is not torch._C._log_api_usage_once
 
 
 def show_kernel(plan: Plan) -> None:
