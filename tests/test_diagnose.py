@@ -142,6 +142,31 @@ def test_what_optimizers_write_in_place_is_traffic(make_optimizer, passes, more)
     assert stepped(make_optimizer) == passes * 4 * 65 + more
 
 
+@pytest.mark.parametrize(
+    "look_up",
+    [
+        lambda table, rows: F.embedding(rows, table),
+        lambda table, rows: table[rows],
+        lambda table, rows: table.index_select(0, rows),
+        lambda table, rows: table.gather(0, rows[:, None].expand(-1, 7)),
+    ],
+)
+def test_of_a_table_only_the_rows_that_are_asked_for_are_read(look_up):
+    class Table(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Parameter(torch.randn(1000, 7))
+
+        def forward(self, rows):
+            return look_up(self.table, rows)
+
+    job = Job(Table, lambda n: torch.arange(n), lambda model, rows: model(rows).sum(), sgd)
+    names = ("embedding", "index", "index_select", "gather")
+    found = [o for o in counts(job, breaks=False).operations if o.name in names]
+    # eight rows of seven fp32 are read and written, and eight indices read
+    assert [(o.bytes, o.fixed) for o in found] == [(2 * 4 * 8 * 7 + 8 * 8, 0)]
+
+
 def test_what_is_only_overwritten_is_not_read():
     def step(model, optimizer, x):
         model(x).sum().backward()
@@ -349,6 +374,14 @@ def test_channels_last_is_for_images(layer, shape):
     slow = replace(DEVICE, bandwidth=1e6)
     advised = {advice.technique: advice.may for advice in diagnose(job, slow).advice}
     assert advised["channels last"] == (layer is nn.Conv2d)
+
+
+def test_what_is_channels_last_already_is_not_advised_it():
+    images = lambda n: torch.randn(n, 4, 64, 64)  # noqa: E731
+    job = Job(lambda: nn.Conv2d(4, 4, 3), images, lambda m, x: m(x).square().mean(), sgd)
+    slow = replace(DEVICE, bandwidth=1e6)
+    may = lambda job: {a.technique: a.may for a in diagnose(job, slow).advice}["channels last"]  # noqa: E731
+    assert may(job) and not may(RUNGS["channels last"][0](job))
 
 
 def test_an_operation_of_ones_own_may_be_called_a_convolution():
@@ -695,6 +728,9 @@ def test_an_optimizer_without_a_fused_version_is_not_advised_one():
         lambda: nn.Linear(4, 2), "a fused optimizer", make_optimizer=lambda m: torch.optim.RAdam(m.parameters())
     )
     assert told.at_most == (1, 1) and "no fused version" in told.evidence
+    groups = lambda m: torch.optim.AdamW([{"params": [p]} for p in m.parameters()], fused=True)  # noqa: E731
+    told = advised(lambda: nn.Linear(4, 2), "a fused optimizer", make_optimizer=groups)
+    assert told.at_most == (1, 1) and "fused already" in told.evidence
     complex_ = lambda: nn.Linear(4, 2, dtype=torch.complex64)  # noqa: E731
     spectral = dict(make_batch=lambda n: torch.randn(n, 4, dtype=torch.complex64),
                     loss_fn=lambda model, x: model(x).abs().mean())  # fmt: skip
@@ -889,12 +925,25 @@ def test_a_model_whose_train_returns_nothing_is_a_model():
 def test_what_the_clock_says_of_the_loader_comes_first():
     found = diagnose(linear(), DEVICE)
     late = Ratio(9.0, 8.0, 10.0, 0.95)
-    probes = Comparison(
-        ("with your loader", "the same batch again"), "with your loader", {}, {"the same batch again": late}, {}
-    )
+    probes = Comparison(("with your loader", climbing.HELD), "with your loader", {}, {climbing.HELD: late}, {})
     assert "waits most for the data pipeline" in replace(found, probes=probes).sentence()
-    same = replace(probes, ratios={"the same batch again": Ratio(1.1, 0.9, 1.2, 0.95)})
+    same = replace(probes, ratios={climbing.HELD: Ratio(1.1, 0.9, 1.2, 0.95), climbing.SAME: late})
     assert "data pipeline" not in replace(found, probes=same).sentence()
+
+
+def test_the_loader_is_timed_against_batches_as_large_as_its_own():
+    widths = []
+    job = Job(
+        lambda: nn.Embedding(9, 4),
+        lambda n: torch.randint(0, 9, (n, 3)),
+        lambda model, ids: widths.append(ids.shape[1]) or model(ids).square().mean(),
+        sgd,
+        loader=[torch.randint(0, 9, (8, 50 + 2 * i)) for i in range(4)],
+    )
+    timings = climbing.probe(job, seconds=0.1).timings
+    assert list(timings)[:3] == ["with your loader", climbing.HELD, climbing.SAME]
+    texts = [width for width in widths if width > 3]
+    assert set(texts) == {50, 52, 54, 56} and len(set(texts[-8:])) == 4
 
 
 def test_where_nothing_is_sure_to_help_what_may_is_not_denied():

@@ -35,6 +35,8 @@ from speedlab.diagnose.jobs import (
 from speedlab.diagnose.rules import LARGER, Device, advise, rounding
 from speedlab.measure import Comparison, compare
 
+# What a probe times beside the step with the loader: batches of the loader's and one of make_batch's, in memory.
+HELD, SAME = "the loader's batches, held in memory", "the same batch again"
 # How far outputs and gradients may be off, relative to their norm: rounding in fp32, and in bf16's 8 bits.
 _EXACT, _HALF = 1e-3, 0.1
 
@@ -528,8 +530,12 @@ def probe(job: Job, seconds: float = 20.0) -> Comparison:
             made[0].zero_grad()
             job.loss(made[0], batch).backward()
 
-        variants = {"with your loader": lambda: train(next(feed))} if feed else {}
-        variants["the same batch again"] = lambda: train(batch)
+        variants = {}
+        if feed:
+            # as large as the loader's are, which make_batch's need not be
+            held = itertools.cycle([next(feed) for _ in range(4)])
+            variants = {"with your loader": lambda: train(next(feed)), HELD: lambda: train(next(held))}
+        variants[SAME] = lambda: train(batch)
         variants["without the optimizer"] = without_optimizer
         try:
             double = job.batch(2 * job.batch_size)

@@ -39,7 +39,7 @@ from speedlab.diagnose.jobs import (
 
 FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"
 _OVERWRITES = frozenset(("zero_", "fill_", "copy_", "_foreach_zero_", "_foreach_copy_", "normal_", "uniform_"))
-_NOTHING_LAUNCHED = frozenset(("_unsafe_view", "empty", "empty_like", "empty_strided", "new_empty", "detach"))
+_NOTHING_LAUNCHED = ("_unsafe_view", "detach", "empty", "new_empty")  # and what begins so
 # Operations whose result the host must wait for, and methods that copy to it.
 _WAITS = frozenset(
     "_local_scalar_dense nonzero masked_select equal is_nonzero _unique2 unique_dim unique_consecutive bincount "
@@ -264,10 +264,10 @@ class _Watch(TorchDispatchMode):
         # attention bears this tag also where it drops nothing
         named = {of.name: given for of, given in zip(func._schema.arguments, args, strict=False)} | kwargs
         if "convolution" in name and func.namespace == "aten":
-            name += f"_{len(named['stride'])}d"
+            name += f"_{len(named['stride'])}d" + "_channels_last" * any(map(_is_channels_last, tensors(args)))
         keeps_all = "scaled_dot_product" in name and not named.get("dropout_p")
         self.draws += torch.Tag.nondeterministic_seeded in func.tags and not keeps_all
-        if func.is_view or name in _NOTHING_LAUNCHED or func.namespace in _NO_WORK or counter:
+        if func.is_view or name.startswith(_NOTHING_LAUNCHED) or func.namespace in _NO_WORK or counter:
             return out
         taken, given = _read_and_written(func, args, kwargs, out)
         self.writes.update(weakref.ref(t.untyped_storage()) for t in given)
@@ -276,9 +276,10 @@ class _Watch(TorchDispatchMode):
         formula = count.formulas().get(func._overloadpacket)
         flops = int(formula(*args, **kwargs, out_val=out)) if formula else 0
         dtype = count.dtype_name((taken or given)[0].dtype) if taken or given else ""
+        # of a table, only the rows that are asked for are read
+        parts = [*(given + taken[1:] if name in _LOOKS_UP else taken), *given]
         moved, fixed = (
-            sum(_bytes(t) for t in (*taken, *given) if every or tuple(sorted(t.shape)) in self.shapes)
-            for every in (True, False)
+            sum(_bytes(t) for t in parts if every or tuple(sorted(t.shape)) in self.shapes) for every in (True, False)
         )
         # a backward runs as a task of autograd's engine, whoever started it; an optimizer may be given a closure
         phase = OPTIMIZER if self.stepping and not self.running else FORWARD
@@ -435,6 +436,12 @@ def _drops(module: nn.Module) -> bool:
 def _bytes(tensor: torch.Tensor) -> int:
     """Bytes of a tensor's elements; of one that is expanded, those that exist."""
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
+
+
+def _is_channels_last(tensor: torch.Tensor) -> bool:
+    if tensor.dim() != 4 or tensor.is_contiguous():
+        return False
+    return tensor.is_contiguous(memory_format=torch.channels_last)
 
 
 def _buffer_bytes(model: nn.Module) -> int:

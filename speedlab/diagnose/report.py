@@ -7,7 +7,7 @@ import json
 from dataclasses import dataclass
 
 from speedlab import plots
-from speedlab.diagnose.climb import Rung, climb, outside, probe
+from speedlab.diagnose.climb import HELD, SAME, Rung, climb, outside, probe
 from speedlab.diagnose.counting import Counts, counts
 from speedlab.diagnose.jobs import Job
 from speedlab.diagnose.rules import COMPILE, LARGER, WORTH, Advice, Device, Estimate, advise, contradiction, estimate
@@ -87,7 +87,7 @@ class Diagnosis:
         A step's time is the clock's where there is a probe, else the estimate's. What compiling takes is not known
         before it is tried: it pays where that is less than what it saves.
         """
-        step = self.probes.timings["the same batch again"].median if self.probes else self.estimate.total
+        step = self.probes.timings[SAME].median if self.probes else self.estimate.total
         whole = self.steps * (step + self.estimate.data)
         rows = [("all of them take", duration(whole), "")]
         for a in (a for a in self.advice if (a.helps or a.may) and a.at_most[1] >= WORTH):
@@ -100,16 +100,14 @@ class Diagnosis:
         """The regime, and the first thing to do."""
         if self.cannot_tell:
             return f"Cannot tell what bounds this step. {self.cannot_tell}"
-        late = (
-            self.probes and self.probes.baseline == "with your loader" and self.probes.ratios["the same batch again"]
-        )
+        late = self.probes and self.probes.ratios.get(HELD)
         if late and late.low >= 2:
             return (
-                f"By the clock this step waits most for the data pipeline: the same batch again is {late}. "
+                f"By the clock this step waits most for the data pipeline: with batches in memory it is {late}. "
                 "First: load in (more) other processes, or do less for each sample (9.7)."
             )
         times = {name: timing.median for name, timing in self.probes.timings.items()} if self.probes else {}
-        step, twice = times.get("the same batch again", float("inf")), times.get("twice the batch", 0.0)
+        step, twice = times.get(SAME, float("inf")), times.get("twice the batch", 0.0)
         if self.outside > step / 2:
             return (
                 f"By the clock, {self.outside:.2g} s of this step's {step:.2g} s are in no operation of PyTorch: in "
@@ -184,7 +182,7 @@ def diagnose(
     own = outside(job, seconds / 6) if seen else 0.0
     doubt = ""
     if timing and device is None:
-        doubt = contradiction(found, here, timing.timings["the same batch again"].median)
+        doubt = contradiction(found, here, timing.timings[SAME].median)
     rungs = climb(job, here, memory=memory, seconds=seconds / 2 or 60.0)[1] if climbing and not doubt else ()
     return Diagnosis(
         here, found, estimate(found, here), advise(found, here, memory), timing, doubt, rungs, steps, own

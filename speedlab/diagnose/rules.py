@@ -196,7 +196,12 @@ def _optimizer(c: Counts, d: Device) -> float:
     # one pass at least: parameter, gradient and state are read; parameter and state are written. Frozen parameters
     # have no part in it, and a trained one is as large as its gradient
     once = (3 * c.gradients + 2 * c.optimizer) / d.bandwidth
-    return 0.0 if not c.fuses else max(0.0, estimate(c, d).by_phase.get(OPTIMIZER, 0.0) - max(d.launch, once))
+    done = not c.fuses or _is_fused(c)
+    return 0.0 if done else max(0.0, estimate(c, d).by_phase.get(OPTIMIZER, 0.0) - max(d.launch, once))
+
+
+def _is_fused(c: Counts) -> bool:
+    return any(o.phase == OPTIMIZER and o.name.startswith("_fused_") for o in c.operations)
 
 
 def _overlap(c: Counts, d: Device) -> float:
@@ -301,7 +306,7 @@ def _where(found: dict[str, int]) -> str:
 
 
 RULES = (
-    Rule("checkpointing, or micro-batches", "9.6", "up to a third more FLOPs; or more, smaller operations",
+    Rule("checkpointing, or micro-batches", "9.6", "a third more FLOPs, half with frozen weights; or smaller operations",
          lambda c, d: f"peak {c.peak:,} bytes, {_limit(d)}; saved for backward {c.saved:,}",
          fault=lambda c, d: _too_much(c, d) and _state(c) <= d.memory),
     Rule("a smaller state (LoRA, FSDP, an 8-bit optimizer)", "9.3, 9.9", "may learn less; or more devices",
@@ -315,7 +320,7 @@ RULES = (
     Rule("compute nothing twice, and no gradient that nobody uses", "9.6", "none",
          lambda c, d: f"again on the same input: {_where(c.repeated)}; unused gradients: {c.unused_gradients:,} B",
          fault=lambda c, d: bool(c.repeated or c.unused_gradients)),
-    Rule("convert and move constant tensors once", "9.0", "none",
+    Rule("convert and move constant tensors once", "capstone", "none",
          lambda c, d: f"again in each step: {_where(c.moved_again)}", fault=lambda c, d: bool(c.moved_again)),
     Rule("load in other processes", "9.7", "memory for each worker",
          lambda c, d: _loading(c.calls_per_batch), _workers),
@@ -324,9 +329,9 @@ RULES = (
          lambda c, d: bool(c.syncs) and d.asynchronous),
     Rule("batches of similar length", "9.7", "a little less random order",
          lambda c, d: f"{c.padded:.0%} of the tokens are padding", _padding),
-    Rule("a fused optimizer", "9.0", "none",
+    Rule("a fused optimizer", "9.4, 9.5", "none",
          lambda c, d: f"{c.by('phase').get(OPTIMIZER, (0,))[0]:,} operations update the parameters"
-         + (", and this optimizer has no fused version" if not c.fuses else ""), _optimizer),
+         + (", fused already" * _is_fused(c) if c.fuses else ", and it has no fused version"), _optimizer),
     Rule("overlap communication with backward", "9.2", "DDP does it; larger buckets",
          lambda c, d: f"{sum(o.bytes for o in c.operations if o.collective):,} bytes into and out of collectives",
          _overlap),
