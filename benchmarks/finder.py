@@ -31,6 +31,8 @@ _TIMEOUT = 150
 def measured(mode: str, session: Session, rows: list[dict]) -> list[dict]:
     """One row: the size found, every size tried and whether it ran, and the largest that was predicted to fit."""
     limit = 2**29 if session.tiny else 8 * 2**30 if session.on_gpu else 6 * 2**30
+    if not session.on_gpu and sys.platform != "linux":
+        return [{"task": TASK.format(mode), "not_run": "only Linux limits the memory of a process (RLIMIT_AS)"}]
     asked = [sys.executable, "-m", "benchmarks.finder", "--child", mode, session.scale, str(limit)]
     try:
         ended = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, timeout=_TIMEOUT)

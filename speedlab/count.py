@@ -198,11 +198,9 @@ def predict_peak_memory(
             for _ in range(steps):
                 step()
         peak = tracker.get_tracker_snapshot("peak")
-    kinds: dict[str, int] = {}
-    for snapshot in peak.values():
-        for kind, size in snapshot.items():
-            name = str(getattr(kind, "value", kind)).rsplit(".", 1)[-1].lower()
-            kinds[name] = kinds.get(name, 0) + int(size)
+    kinds: Counter[str] = Counter()
+    for kind, size in (pair for snapshot in peak.values() for pair in snapshot.items()):
+        kinds[str(getattr(kind, "value", kind)).rsplit(".", 1)[-1].lower()] += int(size)
     return PeakMemory(kinds.pop("total"), {name: size for name, size in kinds.items() if size})
 
 

@@ -68,14 +68,16 @@ def run(
     environment = _environment(processes) | dict(environment or {})
     copied = sys.platform == "linux" and environment.get("CUDA_VISIBLE_DEVICES") == ""
     with tempfile.TemporaryDirectory(prefix="speedlab-", ignore_cleanup_errors=True) as folder:
+        # torch's Windows builds have no libuv, which torchrun's own meeting point needs: there, it is a file
+        in_a_file = ["--rdzv-conf=store_type=file", f"--rdzv-endpoint={folder}/met", "--rdzv-id=here"]
+        meeting = ["--rdzv-backend=c10d", *in_a_file] if sys.platform == "win32" else ["--standalone"]
         command = [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"),
+            *(sys.executable, "-m", "torch.distributed.run", "--local-addr=127.0.0.1", *meeting),
             *(f"--nproc-per-node={processes}", "--redirects=3", f"--log-dir={folder}", *options),
             *(*["--run-path", "--start-method=fork"] * copied, __file__, str(script), *map(str, arguments)),
         ]
         start = time.perf_counter()
-        report = Path(folder, "launcher.txt")
-        with report.open("wb") as sink:
+        with (report := Path(folder, "launcher.txt")).open("wb") as sink:
             code = _finish(command, environment, sink, start + timeout)
         seconds = time.perf_counter() - start
         outputs, errors = (_read(Path(folder), processes, stream, script) for stream in ("stdout", "stderr"))
@@ -102,7 +104,7 @@ def _environment(processes: int) -> dict[str, str]:
         # all ranks are on this machine: by its own interface they find each other, whatever its name resolves to
         "GLOO_SOCKET_IFNAME": {"linux": "lo", "darwin": "lo0"}.get(sys.platform, ""),
         "TORCH_DIST_INIT_BARRIER": "1",  # a rank that is done at once waits until the others have connected to it
-        "USE_LIBUV": "0" if sys.platform == "win32" else "",  # torch's Windows builds have no libuv
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1" if sys.platform == "win32" else "",
         "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // processes)),
         **os.environ,
         "PYTHONUNBUFFERED": "1",  # what a rank printed before it was killed is worth reading

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import types
 from pathlib import Path
 
 import psutil
@@ -173,6 +174,44 @@ def test_a_rank_that_may_see_a_gpu_is_no_copy_of_torchrun(tmp_path):
     """torchrun looks for a GPU before it copies itself, and CUDA cannot be used in a copy of a process that has."""
     (tmp_path / "task.py").write_text("import torch\nprint(torch.cuda._is_in_bad_fork(), end='')", encoding="utf-8")
     assert launch.run(tmp_path / "task.py", 1, environment={"CUDA_VISIBLE_DEVICES": "0"}).outputs == ("False",)
+
+
+WITHOUT_LIBUV = """
+import importlib.abc, sys
+
+class Finder(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == "torch.distributed.elastic":
+            sys.meta_path.remove(self)
+            import torch.distributed, torch.distributed.rendezvous
+
+            class TCPStore(torch.distributed.TCPStore):
+                def __init__(self, *args, use_libuv=True, **named):
+                    if use_libuv:
+                        raise RuntimeError("use_libuv was requested but PyTorch was built without libuv support")
+                    super().__init__(*args, use_libuv=False, **named)
+
+            torch.distributed.TCPStore = torch.distributed.rendezvous.TCPStore = TCPStore
+
+sys.meta_path.insert(0, Finder())
+"""
+SUM = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+dist.all_reduce(total := torch.ones(1))
+print(total.item())
+"""
+
+
+def test_ranks_meet_where_torch_is_built_without_libuv(tmp_path, monkeypatch):
+    """As on Windows, where init_process_group does without it, but torchrun's meeting point does not."""
+    (tmp_path / "sitecustomize.py").write_text(WITHOUT_LIBUV, encoding="utf-8")
+    (tmp_path / "task.py").write_text(SUM, encoding="utf-8")
+    given = {"PYTHONPATH": str(tmp_path), "USE_LIBUV": "0"}
+    with pytest.raises(launch.LaunchError, match="The connection to the C10d store has failed"):
+        launch.run(tmp_path / "task.py", 2, environment=given, timeout=60)
+    monkeypatch.setattr(launch, "sys", types.SimpleNamespace(**{**vars(sys), "platform": "win32"}))
+    assert launch.run(tmp_path / "task.py", 2, environment=given, timeout=60).outputs == ("2.0\n",) * 2
 
 
 @pytest.mark.parametrize(("end", "code", "said"), [("3", 3, ""), ("'no such thing'", 1, "no such thing")])

@@ -11,6 +11,8 @@ from pathlib import Path
 
 # A node that says nothing for eight seconds is taken for dead, and the others wait twelve for a new one.
 IMPATIENT = "keep_alive_interval=1,keep_alive_max_attempt=8,last_call_timeout=12"
+if WINDOWS := sys.platform == "win32":  # without libuv: as in speedlab.launch, torchrun meets in a file
+    IMPATIENT += ",store_type=file"
 
 
 def torchrun(
@@ -118,4 +120,5 @@ def play_node(node: int, endpoint: str, folder: str, seconds: float) -> dict:
 
 if __name__ == "__main__":
     meeting_point, checkpoints, patience = sys.argv[1:]
+    meeting_point = f"{checkpoints}.meeting" if WINDOWS else meeting_point
     print(json.dumps(play_node(int(os.environ["RANK"]), meeting_point, checkpoints, float(patience))))

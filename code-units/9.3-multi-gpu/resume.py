@@ -15,6 +15,7 @@ from finetune_common import connect, leave
 from resume_alone import BATCH, build, rows_to_learn
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -81,7 +82,8 @@ def main(argv: list[str]) -> None:
     if BATCH % world_size:
         parser.error(f"a batch of {BATCH} has no {world_size} equal shares; take 1, 2, 3, 4, 6, 8, 12 or 24")
     attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-    model, rows = fully_shard(build(args.dropout).to(device)), rows_to_learn()
+    mesh = init_device_mesh(device.type, (world_size,))  # else a Mac's GPU is taken
+    model, rows = fully_shard(build(args.dropout).to(device), mesh=mesh), rows_to_learn()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.95**step)
     sampler = DistributedSampler(rows, seed=0)
@@ -109,7 +111,8 @@ def main(argv: list[str]) -> None:
                 loss = total[0].item() / world_size
                 print(json.dumps({"attempt": attempt, "ranks": world_size, "step": step, "loss": loss}), flush=True)
             if step == args.machine_dies and attempt == 0:
-                psutil.Process().parent().kill()
+                # on Windows, a virtual environment's own python.exe stands between this rank and its launcher
+                next(p for p in psutil.Process().parents() if "torch.distributed.run" in p.cmdline()).kill()
                 os._exit(9)
             if step % args.every == 0 or stop or step == args.steps:
                 place = args.folder / f"step-{step:04}"

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
@@ -434,9 +435,10 @@ _INTO = {
 def _parts(seed: int, sharding: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     """A model and its optimizer: each layer sharded, the whole as one, or plain."""
     model = make_model(seed, width=12288)  # large enough for the lists of a checkpoint not to count
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))  # else a GPU that is there is taken
     for layer in (model[0], model[2]) if sharding == "layers" else ():
-        fully_shard(layer)
-    model = model if sharding == "plain" else fully_shard(model)
+        fully_shard(layer, mesh=mesh)
+    model = model if sharding == "plain" else fully_shard(model, mesh=mesh)
     return model, torch.optim.AdamW(model.parameters(), lr=0.1)
 
 

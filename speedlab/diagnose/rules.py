@@ -306,7 +306,8 @@ def _where(found: dict[str, int]) -> str:
 
 
 RULES = (
-    Rule("checkpointing, or micro-batches", "9.6", "a third more FLOPs, half with frozen weights; or smaller operations",
+    Rule("checkpointing, or micro-batches", "9.6",
+         "a third more FLOPs, half with frozen weights; or smaller operations",
          lambda c, d: f"peak {c.peak:,} bytes, {_limit(d)}; saved for backward {c.saved:,}",
          fault=lambda c, d: _too_much(c, d) and _state(c) <= d.memory),
     Rule("a smaller state (LoRA, FSDP, an 8-bit optimizer)", "9.3, 9.9", "may learn less; or more devices",
