@@ -165,6 +165,9 @@ def test_of_a_table_only_the_rows_that_are_asked_for_are_read(look_up):
     found = [o for o in counts(job, breaks=False).operations if o.name in names]
     # eight rows of seven fp32 are read and written, and eight indices read
     assert [(o.bytes, o.fixed) for o in found] == [(2 * 4 * 8 * 7 + 8 * 8, 0)]
+    again = replace(job, make_batch=lambda n: torch.arange(n).repeat(500))
+    found = [o for o in counts(again, breaks=False).operations if o.name in names]
+    assert [o.fixed for o in found] == [4 * 1000 * 7], "no more than the table, whatever the batch"
 
 
 def test_what_is_only_overwritten_is_not_read():

@@ -276,8 +276,9 @@ class _Watch(TorchDispatchMode):
         formula = count.formulas().get(func._overloadpacket)
         flops = int(formula(*args, **kwargs, out_val=out)) if formula else 0
         dtype = count.dtype_name((taken or given)[0].dtype) if taken or given else ""
-        # of a table, only the rows that are asked for are read
-        parts = [*(given + taken[1:] if name in _LOOKS_UP else taken), *given]
+        # of a table, only the rows that are asked for are read, and no more than all
+        few = name in _LOOKS_UP and _bytes(given[0]) < _bytes(taken[0])
+        parts = [*(given + taken[1:] if few else taken), *given]
         moved, fixed = (
             sum(_bytes(t) for t in parts if every or tuple(sorted(t.shape)) in self.shapes) for every in (True, False)
         )

@@ -321,7 +321,7 @@ RULES = (
     Rule("compute nothing twice, and no gradient that nobody uses", "9.6", "none",
          lambda c, d: f"again on the same input: {_where(c.repeated)}; unused gradients: {c.unused_gradients:,} B",
          fault=lambda c, d: bool(c.repeated or c.unused_gradients)),
-    Rule("convert and move constant tensors once", "capstone", "none",
+    Rule("convert and move constant tensors once", "capstone", "the copy stays in memory",
          lambda c, d: f"again in each step: {_where(c.moved_again)}", fault=lambda c, d: bool(c.moved_again)),
     Rule("load in other processes", "9.7", "memory for each worker",
          lambda c, d: _loading(c.calls_per_batch), _workers),
@@ -330,7 +330,7 @@ RULES = (
          lambda c, d: bool(c.syncs) and d.asynchronous),
     Rule("batches of similar length", "9.7", "a little less random order",
          lambda c, d: f"{c.padded:.0%} of the tokens are padding", _padding),
-    Rule("a fused optimizer", "9.4, 9.5", "none",
+    Rule("a fused optimizer", "9.4, 9.5", "none; in mixed precision, Lightning then does not clip",
          lambda c, d: f"{c.by('phase').get(OPTIMIZER, (0,))[0]:,} operations update the parameters"
          + (", fused already" * _is_fused(c) if c.fuses else ", and it has no fused version"), _optimizer),
     Rule("overlap communication with backward", "9.2", "DDP does it; larger buckets",
