@@ -466,6 +466,17 @@ def test_beside_a_gpu_an_optimizers_own_counters_are_neither_launches_nor_waits(
     assert here == there
 
 
+def test_on_a_gpu_an_optimizer_that_reads_a_result_waits_for_it():
+    model = nn.Linear(4, 4)
+    watch = counting._Watch(model, sgd(model), torch.randn(2, 4))
+    waits = []
+    for watch.on_gpu in (False, True):
+        watch.stepping = 1
+        watch.sync()
+        waits.append(watch.syncs.total())
+    assert waits == [0, 1]
+
+
 def test_backward_belongs_to_the_module_of_its_forward():
     """A product of two activations has two gradients, and they count where it does."""
     products: dict[str, list[str]] = {}

@@ -344,8 +344,8 @@ class _Watch(TorchDispatchMode):
             self._seen.discard(key)
 
     def sync(self) -> None:
-        """Note a wait of the host; an optimizer on a CPU reads its own counters, on a GPU it does not."""
-        if not self.stepping and not self.hushed:
+        """Note a wait of the host, on a CPU not those of an optimizer, which reads its own counters there."""
+        if (self.on_gpu or not self.stepping) and not self.hushed:
             self.syncs[line_of_caller()] += 1
 
     def kept(self) -> list[torch.Tensor]:
