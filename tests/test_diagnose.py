@@ -387,13 +387,15 @@ def test_what_is_channels_last_already_is_not_advised_it():
     assert may(job) and not may(RUNGS["channels last"][0](job))
 
 
-def test_an_operation_of_ones_own_may_be_called_a_convolution():
-    @torch.library.custom_op("of_ones_own::convolution", mutates_args=())
-    def own(x: torch.Tensor) -> torch.Tensor:
-        return x * 2
+def test_an_operation_of_ones_own_may_be_called_like_one_of_pytorchs():
+    for name in ("convolution", "emptying"):
 
-    found = counts(linear(loss_fn=lambda model, x: model(own(x)).square().mean()), breaks=False)
-    assert "convolution" in found.by("name")
+        @torch.library.custom_op(f"of_ones_own::{name}", mutates_args=())
+        def own(x: torch.Tensor) -> torch.Tensor:
+            return x * 2
+
+        found = counts(linear(loss_fn=lambda model, x, own=own: model(own(x)).square().mean()), breaks=False)
+        assert name in found.by("name")
 
 
 def test_on_an_nvidia_gpu_tf32_is_a_technique_and_convolutions_have_it_already():

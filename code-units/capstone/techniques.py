@@ -219,7 +219,8 @@ def _loss(loss: Callable, **fields) -> Callable[[Job], Job]:
 TECHNIQUES = (
     Technique("read metrics later", "9.0", "time", "the numbers come later", "a CPU, which waits for nothing",
               lambda job: changed(job, step=usual), ("no host syncs",)),
-    Technique("fused optimizer", "9.4, 9.5", "time", "Lightning clips in fp32 only", "steps that are mostly products",
+    Technique("fused optimizer", "9.4, 9.5", "time", "Lightning refuses to clip in mixed precision",
+              "steps that are mostly products",
               lambda job: changed(job, make_optimizer=fused_adam), ("fused optimizer",)),
     Technique("bf16 autocast", "9.1", "both", "numbers of under three digits", "hardware without bf16; small batches",
               _loss(autocast_loss),

@@ -39,7 +39,7 @@ from speedlab.diagnose.jobs import (
 
 FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"
 _OVERWRITES = frozenset(("zero_", "fill_", "copy_", "_foreach_zero_", "_foreach_copy_", "normal_", "uniform_"))
-_NOTHING_LAUNCHED = ("_unsafe_view", "detach", "empty", "new_empty")  # and what begins so
+_NOTHING_LAUNCHED = ("_unsafe_view", "empty", "new_empty")  # and what of PyTorch begins so
 # Operations whose result the host must wait for, and methods that copy to it.
 _WAITS = frozenset(
     "_local_scalar_dense nonzero masked_select equal is_nonzero _unique2 unique_dim unique_consecutive bincount "
@@ -267,7 +267,8 @@ class _Watch(TorchDispatchMode):
             name += f"_{len(named['stride'])}d" + "_channels_last" * any(map(_is_channels_last, tensors(args)))
         keeps_all = "scaled_dot_product" in name and not named.get("dropout_p")
         self.draws += torch.Tag.nondeterministic_seeded in func.tags and not keeps_all
-        if func.is_view or name.startswith(_NOTHING_LAUNCHED) or func.namespace in _NO_WORK or counter:
+        idle = func.namespace == "aten" and (name == "detach" or name.startswith(_NOTHING_LAUNCHED))
+        if func.is_view or idle or func.namespace in _NO_WORK or counter:
             return out
         taken, given = _read_and_written(func, args, kwargs, out)
         self.writes.update(weakref.ref(t.untyped_storage()) for t in given)

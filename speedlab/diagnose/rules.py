@@ -307,7 +307,7 @@ def _where(found: dict[str, int]) -> str:
 
 RULES = (
     Rule("checkpointing, or micro-batches", "9.6",
-         "a third more FLOPs, half with frozen weights; or smaller operations",
+         "up to a third more FLOPs, a half with frozen weights; or smaller operations",
          lambda c, d: f"peak {c.peak:,} bytes, {_limit(d)}; saved for backward {c.saved:,}",
          fault=lambda c, d: _too_much(c, d) and _state(c) <= d.memory),
     Rule("a smaller state (LoRA, FSDP, an 8-bit optimizer)", "9.3, 9.9", "may learn less; or more devices",
@@ -330,7 +330,7 @@ RULES = (
          lambda c, d: bool(c.syncs) and d.asynchronous),
     Rule("batches of similar length", "9.7", "a little less random order",
          lambda c, d: f"{c.padded:.0%} of the tokens are padding", _padding),
-    Rule("a fused optimizer", "9.4, 9.5", "none; in mixed precision, Lightning then does not clip",
+    Rule("a fused optimizer", "9.4, 9.5", "none, but that Lightning refuses to clip in mixed precision",
          lambda c, d: f"{c.by('phase').get(OPTIMIZER, (0,))[0]:,} operations update the parameters"
          + (", fused already" * _is_fused(c) if c.fuses else ", and it has no fused version"), _optimizer),
     Rule("overlap communication with backward", "9.2", "DDP does it; larger buckets",
