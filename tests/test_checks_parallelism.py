@@ -59,6 +59,15 @@ def ring_all_reduce(tensor, rank, world_size, send, receive):
         else:
             arriving.copy_(received)
 """
+PHASES = """
+def ring_all_reduce(tensor, rank, world_size, send, receive):
+    chunks = tensor.tensor_split(world_size)
+    for phase in ("add_", "copy_"):
+        for step in range(world_size - 1):
+            send(chunks[(rank - step) % world_size], (rank + 1) % world_size)
+            arriving = chunks[(rank - step - 1) % world_size]
+            getattr(arriving, phase)(receive(arriving, (rank - 1) % world_size))
+"""
 LEFTWARD = """
 def ring_all_reduce(tensor, rank, world_size, send, receive):
     chunks = list(tensor.tensor_split(world_size))
@@ -214,6 +223,7 @@ RING_MISTAKES = {
     "only the last chunks": ([RING, (SPLIT, "tensor[: len(tensor) // world_size * world_size].chunk(world_size)")],
                              "numbers"),
     "one rank leaves early": ([RING, ("    right,", "    if rank == 1:\n        return\n    right,")], "waits"),
+    "a second phase that counts from zero": ([PHASES], "counts on in the second phase"),
     "nothing": (["def ring_all_reduce(*_):\n    pass"], "no rank holds"),
     "zeros": (["def ring_all_reduce(tensor, *_):\n    tensor.zero_()"], "no rank holds"),
     "nan": (["def ring_all_reduce(tensor, *_):\n    tensor.fill_(math.nan)"], "no rank holds"),
@@ -566,6 +576,7 @@ def ring_attention(q, k, v, rank, world_size, send, receive):
     total = sum((t - top).exp().sum(1, keepdim=True) for t in tables)
     return sum((t - top).exp() @ value for t, value in zip(tables, values)) / total
 """
+HIGHER = "torch.maximum(highest, scores.amax(-1, keepdim=True))"
 KEEP_OUT, KEEP_TOTAL = "out * keep + weights @ v", "total * keep + weights.sum"
 LAST = "        if step < world_size - 1:\n"
 SENT_V = "            send(v, (rank + 1) % world_size)\n"
@@ -579,7 +590,12 @@ ATTENTIONS = {
 WRONG_ATTENTIONS = {
     "own keys only": ([ATTENTION, ("in range(world_size)", "in [world_size - 1]")], "this rank's keys only"),
     "one block missing": ([ATTENTION, ("in range(world_size)", "in range(max(1, world_size - 1))")], "missing"),
-    "no maximum": ([ATTENTION, ("torch.maximum(highest, scores.amax(-1, keepdim=True))", "total * 0")], "overflow"),
+    "a maximum from zero on": ([ATTENTION, ("torch.full_like(total, -torch.inf)", "torch.zeros_like(total)")], "nan"),
+    "a maximum for each block": ([ATTENTION, (HIGHER, "scores.amax(-1, True)"), (KEEP_OUT, "out + weights @ v"),
+                                  (KEEP_TOTAL, "total + weights.sum")], "bring all to one"),
+    "divided in every round": ([ATTENTION, ("        highest = higher", "        highest, out = higher, out / total"),
+                                ("return out / total", "return out")], "in every round"),
+    "no maximum": ([ATTENTION, (HIGHER, "total * 0")], "overflow"),
     "no rescaling": ([ATTENTION, (KEEP_OUT, "out + weights @ v"), (KEEP_TOTAL, "total + weights.sum")], "rescale"),
     "the output not rescaled": ([ATTENTION, (KEEP_OUT, "out + weights @ v")], "exp(old - new)"),
     "the denominator not rescaled": ([ATTENTION, (KEEP_TOTAL, "total + weights.sum")], "exp(old - new)"),

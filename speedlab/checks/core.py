@@ -285,7 +285,7 @@ def _kind(value: object) -> str:
 
 
 def is_stub(function: object) -> bool:
-    """Whether a function still is the exercise's stub: nothing but what was given, then `raise NotImplementedError`.
+    """Whether a function still is the exercise's stub: nothing but a docstring, then `raise NotImplementedError`.
 
     Judged by the syntax tree: a comment is no stub, nor is a raise that is left over after a return or in a branch.
     """
@@ -294,11 +294,10 @@ def is_stub(function: object) -> bool:
         *given, last = node.body
     except (OSError, TypeError, SyntaxError, ValueError, AttributeError):
         return False  # a lambda, or something without a source
-    allowed = ast.Assign | ast.AnnAssign | ast.Import | ast.ImportFrom | ast.Expr
     return (
         isinstance(last, ast.Raise)
         and ast.unparse(last).startswith("raise NotImplementedError")
-        and all(isinstance(statement, allowed) for statement in given)
+        and all(isinstance(s, ast.Expr) and isinstance(s.value, ast.Constant) for s in given)
     )
 
 
@@ -335,8 +334,9 @@ def examining(answers: Collection[Callable]) -> Iterator[None]:
 
 def _verdict(examine: Callable[[], None], seconds: float) -> str:
     answers = _ANSWERS.get()
-    if any(map(is_stub, answers)):
-        return NOT_ATTEMPTED
+    stubs = [answer.__name__ for answer in answers if is_stub(answer)]
+    if stubs:
+        return NOT_ATTEMPTED + (f": {', '.join(stubs)}" if len(stubs) < len(answers) else "")
     for answer in answers:
         if not callable(answer):
             return f"not yet right. Give the check the function itself, without calling it; this is {_kind(answer)}."

@@ -187,7 +187,9 @@ def _judge_sum(tensors: Sequence[torch.Tensor], inputs: torch.Tensor, returned: 
 
 _NOWHERE = (
     "no rank holds a finished sum. Is what `receive` returns written into the tensor? It does not fill its argument. "
-    "A part from `tensor_split` is a view: `chunk.add_(..)` changes the tensor, `chunk = chunk + ..` does not."
+    "A part from `tensor_split` is a view: `chunk.add_(..)` changes the tensor, `chunk = chunk + ..` does not. "
+    "If that is so, look at the numbers: in step s chunk rank - s leaves and rank - s - 1 arrives, both modulo "
+    "world_size, and s counts on in the second phase."
 )
 
 
@@ -454,11 +456,14 @@ class _Made(TorchDispatchMode):
 
 @check("Task 5, attention over a ring")
 def ring_attention(answer: Callable) -> None:
-    cases = ((1, 5, 4, 1), (3, 4, 8, 1), (5, 8, 8, 1), (4, 6, 4, 40), (2, 7, 3, 1), (16, 4, 4, 1))
-    for ranks, tokens, width, sharpness in cases:
+    # ranks, tokens, width, how large the scores are, how far they all lie below zero
+    cases = ((1, 5, 4, 1, 0), (3, 4, 8, 1, 0), (5, 8, 8, 1, 0), (4, 6, 4, 40, 0), (2, 7, 3, 1, 0), (16, 4, 4, 1, 0))
+    for ranks, tokens, width, sharpness, below in (*cases, (3, 4, 8, 1, 20)):
         torch.manual_seed(ranks)
         q, k, v = torch.randn(3, ranks, tokens, width)
         q, k = sharpness * q, k * torch.linspace(0.5, 2, ranks)[:, None, None]
+        if below:
+            q[..., 0], k[..., 0] = below, -below
         world, made = _Ranks(ranks), [_Made() for _ in range(ranks)]
 
         def work(rank: int, world=world, q=q, k=k, v=v, made=made) -> torch.Tensor:
@@ -524,6 +529,8 @@ def _judge_attention(out: object, rank: int, q: torch.Tensor, k: torch.Tensor, v
         "it sees this rank's keys only. The others come round the ring, in world_size - 1 steps.": gives("own"),
         "one block of keys is missing: with your own there are world_size of them.": gives("one missing"),
         "the scores are not divided by the root of the width.": gives("unscaled"),
+        "each block subtracts its own largest score: bring all to one, the largest so far.": gives("alone"),
+        "you divide in every round: divide once, at the end.": gives("every round"),
         "it is the mean of a softmax for each block. Add up the denominators too, and divide once.": gives("mean"),
         "it is a sum that nobody has divided by the denominator.": gives("undivided"),
         "when a larger score comes, rescale output and denominator by exp(old - new).": gives("kept", "out", "total"),
@@ -542,13 +549,15 @@ def _attention(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, fault:
         scores = q @ k.T / (1 if fault == "unscaled" else q.shape[-1] ** 0.5)
         softmaxes.append(scores.softmax(-1) @ v)
         higher = torch.maximum(highest, scores.amax(-1, keepdim=True))
+        higher = scores.amax(-1, keepdim=True) if fault == "alone" else higher
         weights, keep = (scores - higher).exp(), (highest - higher).exp()
-        out = out * (1 if fault in ("kept", "out") else keep) + weights @ v
-        total = total * (1 if fault in ("kept", "total") else keep) + weights.sum(1, True)
+        out = out * (1 if fault in ("kept", "out", "alone") else keep) + weights @ v
+        total = total * (1 if fault in ("kept", "total", "alone") else keep) + weights.sum(1, True)
         highest = higher
+        out = out / total if fault == "every round" else out
     if fault == "mean":
         return sum(softmaxes) / len(keys)
-    return out if fault == "undivided" else out / total
+    return out if fault in ("undivided", "every round") else out / total
 
 
 # --- Task 6 ---------------------------------------------------------------------------------------------------------
