@@ -76,7 +76,7 @@ def mode(name: str, session: Session, rows: list[dict]) -> list[dict]:
             except subprocess.TimeoutExpired:
                 return [{"task": task, "not_run": f"compiling had not ended after {_TIMEOUT} s, and was stopped"}]
             if ended.returncode:
-                raise RuntimeError(ended.stderr.strip().splitlines()[-1])
+                raise RuntimeError((ended.stderr.strip() or f"exit code {ended.returncode}").splitlines()[-1])
             answers.append(json.loads(ended.stdout.splitlines()[-1]))
     return [{"task": task, "mode": name, "batch": answers[0]["batch"], **bill(*answers)}]
 

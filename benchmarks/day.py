@@ -190,12 +190,13 @@ def chosen(asked: str, part: str, names: list[str]) -> list[str]:
 def parse(parts: dict[str, Part], about: str, arguments: list[str] | None) -> argparse.Namespace:
     """The options, checked; what is wrong with them ends the command with a sentence."""
     parser = argparse.ArgumentParser(description=about.splitlines()[0])
+    usual = os.environ.get("SPEEDLAB_SCALE", "").strip().lower() or "quick"
     parser.add_argument("parts", nargs="*", help=f"{', '.join(parts)}; the default is all, in this order")
     parser.add_argument("--items", default="", help="items of one part, by number or name, with commas between")
     parser.add_argument("--minutes", type=float, help="begin nothing that would end later; the same call goes on")
     parser.add_argument("--out", type=Path, default=FOLDER, help="the folder of the results file (default: results/)")
     parser.add_argument("--device", default="", help="cpu or cuda; the default is the GPU where there is one")
-    parser.add_argument("--scale", default=machine.scale(), help="quick, full (real data), or tiny to try it out")
+    parser.add_argument("--scale", default=usual, help="quick, full (real data), or tiny to try it out")
     parser.add_argument("--seconds", type=float, help="for timing one thing; default 20 on a CPU, 6 on a GPU")
     parser.add_argument("--fresh", action="store_true", help="measure anew what the file has already")
     parser.add_argument("--again", action="store_true", help="try once more what was not run")

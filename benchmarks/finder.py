@@ -39,7 +39,7 @@ def measured(mode: str, session: Session, rows: list[dict]) -> list[dict]:
     except subprocess.TimeoutExpired:
         return [{"task": TASK.format(mode), "not_run": f"it had not ended after {_TIMEOUT} s, and was stopped"}]
     if ended.returncode:
-        raise RuntimeError(ended.stderr.strip().splitlines()[-1])
+        raise RuntimeError((ended.stderr.strip() or f"exit code {ended.returncode}").splitlines()[-1])
     row = json.loads(ended.stdout.splitlines()[-1])
     failed = [size for size, ran in row["tried"] if not ran]
     said = f"failed at {', '.join(map(str, failed))}" if failed else "it never met the limit"
@@ -61,7 +61,7 @@ def find(mode: str, scale: str, limit: int) -> dict:
     settings = replace(settings_in(work, "fp32", 1), fused=True)
     predicted_size = largest_predicted(work, settings, limit)
     if device.type == "cuda":
-        torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.mem_get_info()[1])
+        torch.cuda.set_per_process_memory_fraction(min(1.0, limit / torch.cuda.mem_get_info()[1]))
     else:
         import resource
 

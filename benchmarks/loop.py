@@ -129,6 +129,8 @@ def byte_dropout(x: torch.Tensor, p: float = 0.5, training: bool = True, inplace
     lost = round(256 * p)
     if not (training and lost):
         return x
+    if lost == 256:
+        return x * 0
     drawn = torch.empty(-(-x.numel() // 8), dtype=torch.int64, device=x.device).random_(-(2**63), None)
     kept = drawn.view(torch.uint8)[: x.numel()].view_as(x) >= lost
     return torch.where(kept, x, 0) * (256 / (256 - lost))

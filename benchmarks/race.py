@@ -13,7 +13,8 @@ from benchmarks.workloads import Workload
 from speedlab import machine, measure
 
 # Dense bf16 peaks by the vendors' data sheets, in FLOP/s, found by the device's name.
-SPECIFIED = {"H200": 989.4e12, "H100": 989.4e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12}
+SPECIFIED = {"H200 NVL": 835e12, "H100 NVL": 835e12, "H100 PCIe": 756e12, "H200": 989.4e12, "H100": 989.4e12,
+             "A100": 312e12, "L40S": 362e12, "L4": 121e12}  # fmt: skip
 # as many pairs as an interval of 95% needs
 _MIN_ROUNDS = 6
 _SAMPLE_SECONDS = 0.25
@@ -85,7 +86,8 @@ class Race:
             for batch in batches * (3 if self.device.type == "cuda" or run.settings.compiled else 1):
                 begin = self.clock()
                 run.step(batch)
-        return self.clock() - begin
+                spent = self.clock() - begin
+        return spent
 
     def pairs(self, run: Training, seconds: float) -> list[tuple[float, float]]:
         """Rates (start, rung), computed units per second, sampled A B B A; the start itself races nobody."""

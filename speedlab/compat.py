@@ -100,7 +100,7 @@ def half_products(where: torch.device | str = "cpu") -> contextlib.AbstractConte
 
 
 class _ProductsInFp32(TorchDispatchMode):
-    _PRODUCTS = re.compile(r"::(mm|addmm|bmm|baddbmm|addmv|mv|dot|linear|_?convolution|_scaled_dot_product)")
+    _PRODUCTS = re.compile(r"::(mm|addmm|bmm|baddbmm|addmv|mv|dot|linear|matmul|_?conv|_?scaled_dot_product)")
 
     def __init__(self, slow: list[torch.dtype]):
         super().__init__()
@@ -118,7 +118,7 @@ class _ProductsInFp32(TorchDispatchMode):
         args, kwargs = tree_map(lambda a: a.float() if self._is_slow(a) else a, (args, kwargs or {}))
         out = func(*args, **kwargs) if written is None else written.copy_(func(*args, **kwargs))
         # attention also returns its log-sum-exp, which stays in fp32 on every kind of hardware
-        if "scaled_dot_product" in func._schema.name and "backward" not in func._schema.name:
+        if "::_scaled_dot_product" in func._schema.name and "backward" not in func._schema.name:
             return out[0].to(halves[0]), *out[1:]
         return tree_map_only(torch.Tensor, lambda o: o.to(halves[0]) if o.dtype == torch.float32 else o, out)
 

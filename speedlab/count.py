@@ -68,7 +68,7 @@ def operations(work: Callable[[], object]) -> Counter[tuple[str, str, str]]:
     """Count the operations that `work()` runs, forward and backward: {(name, dtypes taken, dtype given): times}.
 
     Names are PyTorch's own, without `aten::`; a cast is `_to_copy`. On a GPU each is a launch of a kernel or a few.
-    Views (a transpose, a slice) and allocations launch nothing and are left out.
+    Views (a transpose, a slice) and allocations launch nothing and are left out. Lists show no dtype taken.
     """
     with _Operations() as seen:
         work()
@@ -121,15 +121,15 @@ def saved_bytes(forward: Callable[[], object], model: nn.Module) -> Saved:
     The storages of `model`'s own parameters and buffers are left out, also where a transposed view of one is kept.
     The cast copies that autocast makes of the weights are counted: they are new memory. Inputs that are kept count.
     """
-    own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
+    own = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
     held: dict[int, tuple[torch.Tensor, str]] = {}
     path: list[str] = []
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        pointer = tensor.untyped_storage().data_ptr()
-        if pointer and pointer not in own:
-            # holding the tensor keeps its address from being used again while we count
-            held.setdefault(pointer, (tensor, path[-1] if path else "outside the model"))
+        storage = tensor.untyped_storage()
+        if storage.nbytes() and storage._cdata not in own:
+            # holding the tensor keeps its storage's address from being used again while we count
+            held.setdefault(storage._cdata, (tensor, path[-1] if path else "outside the model"))
         return tensor
 
     with _module_path(model, path), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -206,7 +206,7 @@ def predict_peak_memory(
 
 def _storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
     local = (t.to_local() if hasattr(t, "to_local") else t for t in tensors)
-    return sum({s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in local)}.values())
+    return sum({s._cdata: s.nbytes() for s in (t.untyped_storage() for t in local)}.values())
 
 
 @contextlib.contextmanager

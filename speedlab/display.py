@@ -81,14 +81,12 @@ def unmeasured_word(text: str) -> str | None:
 
 def emit(text: str, kind: str, content: dict) -> None:
     """Display a line with its own MIME type beside the text; where there is no notebook, print it."""
-    from IPython import get_ipython
+    from IPython import display, get_ipython
 
     if get_ipython() is None:
         print(text)
-        return
-    from IPython.display import display
-
-    display({"text/plain": text, kind: content}, raw=True)
+    else:
+        display.display({"text/plain": text, kind: content}, raw=True)
 
 
 class Tabular:

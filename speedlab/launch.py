@@ -88,6 +88,8 @@ def run(
     rank, root = None, re.search(r"Root Cause.*?rank\s*:\s*(\d+).*?exitcode\s*:\s*(-?\d+)", said, re.S)
     if code is None:
         head = f"{script.name} on {processes} processes had not ended after {timeout:g} s; all of them were stopped."
+    elif root is None and code < 0:
+        head = f"The launcher of {script.name} was ended by signal {-code}, and all that it had started."
     elif root is None:
         raise LaunchError(f"{script.name} was not started. The launcher says:\n{said.strip()}", None, launched)
     else:
@@ -100,12 +102,14 @@ def run(
 def _environment(processes: int) -> dict[str, str]:
     import torch
 
+    from speedlab import machine
+
     environment = {
         # all ranks are on this machine: by its own interface they find each other, whatever its name resolves to
         "GLOO_SOCKET_IFNAME": {"linux": "lo", "darwin": "lo0"}.get(sys.platform, ""),
         "TORCH_DIST_INIT_BARRIER": "1",  # a rank that is done at once waits until the others have connected to it
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1" if sys.platform == "win32" else "",
-        "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // processes)),
+        "OMP_NUM_THREADS": str(max(1, machine.cores() // processes)),
         **os.environ,
         "PYTHONUNBUFFERED": "1",  # what a rank printed before it was killed is worth reading
         "PYTHONUTF8": "1",

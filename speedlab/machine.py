@@ -143,7 +143,7 @@ def is_fast(dtype: str) -> bool:
 def peak_flops(dtype: str = "fp32") -> float:
     """The best rate of a large square matrix product in `dtype` on `device()`, in FLOP/s, measured once per session.
 
-    A product of two (n, n) matrices counts 2·n³ operations. Where the dtype is slow, the small probe's rate is given.
+    A product of two (n, n) matrices counts 2·n³ operations. Where the dtype is slow, a small product's rate is given.
     """
     where = device()
     size = (8192 if where.type == "cuda" else 1024) if is_fast(dtype) else _PROBE_SIZE
@@ -160,8 +160,8 @@ def copy_bandwidth() -> float:
 
 
 def _product(dtype: str, size: int) -> Callable[[], torch.Tensor]:
-    # random numbers: zeros and ones draw less power and can run faster than real data
-    a = torch.randn(size, size, device=device()).to(DTYPES[dtype])
+    # random, as zeros and ones draw less power and can run faster than real data; the caller's draws stay as they are
+    a = torch.randn(size, size, device=device(), generator=torch.Generator(device())).to(DTYPES[dtype])
     return lambda: a @ a
 
 

@@ -99,8 +99,9 @@ class Comparison(Tabular):
 
 
 def time_step(step: Callable[[], object], seconds: float = 2.0, min_samples: int = 5) -> Timing:
-    """Time one step on its own, warmed up, for `seconds` and at least `min_samples` samples: median and quartiles."""
-    return compare({"step": step}, seconds=seconds, min_rounds=min_samples).timings["step"]
+    """Time one step, warmed up, for `seconds` or 200 samples, and `min_samples` at least: median and quartiles."""
+    rounds = {"min_rounds": min_samples, "max_rounds": max(200, min_samples)}
+    return compare({"step": step}, seconds=seconds, **rounds).timings["step"]
 
 
 def compare(
@@ -115,7 +116,7 @@ def compare(
 
     A machine's speed drifts; variants that take turns drift together, so a ratio within one round is worth more than
     the ratio of two medians. Every other round runs in reverse order: on a machine that slows down, what always came
-    later would look slower than it is. Each variant is called once to warm up. After `min_rounds` rounds, and each
+    later would look slower than it is. Each variant is called twice to warm up. After `min_rounds` rounds, and each
     time their number has doubled, the ratios are looked at: sampling ends once each is clearly faster, slower or the
     same within 5%, or when `seconds`, the budget over all variants, is spent (SPEEDLAB_SECONDS in the environment
     lowers it, and lets any round be the last). A sentence in place of a function is why this machine leaves it out.
@@ -125,8 +126,8 @@ def compare(
     variants = {name: step for name, step in variants.items() if name not in not_run}
     if not variants:
         raise ValueError("There is nothing to compare: give at least one variant, as {'name': function}.")
-    if min_rounds < 1 or seconds <= 0:
-        raise ValueError(f"min_rounds={min_rounds} and seconds={seconds} must both be positive.")
+    if min(min_rounds, max_rounds) < 1 or seconds <= 0:
+        raise ValueError(f"{min_rounds} and {max_rounds} rounds and seconds={seconds} must all be positive.")
     if len(names) > 1 and min(min_rounds, max_rounds) < _FEWEST:
         raise ValueError(f"A 95% interval needs {_FEWEST} rounds at least; make min_rounds and max_rounds as many.")
     brief = os.environ.get("SPEEDLAB_SECONDS")

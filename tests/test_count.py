@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from speedlab import count
@@ -269,3 +270,18 @@ def test_grouped_convolutions_and_recurrent_layers_are_the_closed_formulas():
         lstm = nn.LSTM(8, 16, num_layers=2, bidirectional=True, bias=bias)
         each = sum(p.numel() for p in lstm.parameters() if p.dim() == 2)
         assert count.flops(lambda lstm=lstm: lstm(texts)[0].sum().backward()) == 3 * 2 * 15 * each
+
+
+def test_on_meta_and_fake_tensors_each_storage_counts():
+    """Their storages have no address."""
+
+    def bytes_of() -> tuple[int, int]:
+        model = nn.Sequential(nn.Linear(10, 20), nn.ReLU(), nn.Linear(20, 5))
+        x = torch.randn(4, 10)
+        return count.state_bytes(model).parameters, count.saved_bytes(lambda: model(x), model).bytes
+
+    real = bytes_of()
+    with torch.device("meta"):
+        assert bytes_of() == real
+    with FakeTensorMode():
+        assert bytes_of() == real

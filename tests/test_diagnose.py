@@ -4,6 +4,7 @@ import collections
 import copy
 import functools
 import importlib
+import json
 import pickle
 import random
 import sys
@@ -1239,6 +1240,43 @@ def test_a_report_without_a_folder_is_refused_before_anything_is_measured(tmp_pa
     assert "there is no folder" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [(["--out", "."], "is a folder"), (["--steps", "-5"], "1 or more"), (["--minutes", "-1"], "not be negative")],
+)
+def test_options_that_cannot_be_meant_are_refused_before_anything_is_measured(options, words, capsys):
+    with pytest.raises(SystemExit):
+        main(["nothing.py:build", *options])
+    assert words in capsys.readouterr().err
+
+
+def test_products_in_inference_mode_count_as_elsewhere():
+    teacher = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+
+    def job(mode) -> Job:
+        def loss(model, x):
+            with mode():
+                answer = teacher(x)
+            return (model(x) - answer.clone()).square().mean()
+
+        return linear(loss_fn=loss)
+
+    one, other = (counts(job(mode), breaks=False).by("name") for mode in (torch.no_grad, torch.inference_mode))
+    assert one == other and sum(flops for _, flops, _ in one.values()) > 0
+
+
+def test_twice_the_batch_is_timed_only_where_it_is_twice():
+    batch = torch.randn(8, 4)
+    timings = climbing.probe(linear(make_batch=lambda n: batch), seconds=0.1)
+    assert timings.not_run == {"twice the batch": "the step takes no other batch"}
+
+
+def test_a_result_that_is_not_finite_is_still_json():
+    found = replace(diagnose(linear(), DEVICE), rungs=(climbing.Rung("bf16 autocast", False, "no", float("inf")),))
+    refuse = lambda constant: pytest.fail(constant)  # noqa: E731
+    assert json.loads(found.json(), parse_constant=refuse)["rungs"][0]["off"] is None
+
+
 Pair = collections.namedtuple("Pair", "values items")
 
 
@@ -1622,8 +1660,9 @@ def test_what_a_file_defines_can_be_looked_up_by_name(tmp_path):
         "               lambda m: torch.optim.SGD(m.parameters(), lr=0.1))\n",
         encoding="utf-8",
     )
-    model = load(f"{script}:build").make_model()
-    assert torch.equal(pickle.loads(pickle.dumps(model)).weight, model.weight)
+    for _ in range(2):  # a file that has changed is loaded again
+        model = load(f"{script}:build").make_model()
+        assert torch.equal(pickle.loads(pickle.dumps(model)).weight, model.weight)
 
 
 def test_the_command_line_writes_a_page_that_needs_no_network(tmp_path, capsys):

@@ -165,6 +165,14 @@ def test_options_that_cannot_be_meant_get_a_sentence(options, most, words, capsy
     assert caught.value.code == 2 and words in capsys.readouterr().err
 
 
+def test_a_batch_that_all_images_do_not_fill_gets_a_sentence(monkeypatch):
+    monkeypatch.syspath_prepend(FOLDER)
+    import vit_parts
+
+    with pytest.raises(SystemExit, match="1097 images do not fill a batch of 2048"):
+        vit_parts.loaders(vit_parts.options(["--batch", "2048"]))
+
+
 class Pictures:
     """Stands in for CIFAR-10: as many images, all grey, through the script's own transform."""
 

@@ -82,6 +82,11 @@ def test_bad_options_get_a_sentence(options, sentence, capsys):
     assert ended.value.code == 2 and sentence in capsys.readouterr().err
 
 
+def test_a_scale_of_the_environment_is_that_of_the_benchmark(monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv("SPEEDLAB_SCALE", "tiny")
+    assert day.parse(ladder.PARTS, "about", ["--out", str(tmp_path)]).scale == "tiny"
+
+
 @pytest.mark.parametrize("asked", ["0,99", "magic"])
 def test_a_missing_rung_gets_a_sentence(asked, tmp_path, capsys):
     assert climb(tmp_path, "ladder-vit", "--items", asked) == 2
@@ -498,7 +503,15 @@ def test_vit_operations_are_those_of_the_published_model():
 
 @pytest.mark.parametrize(
     ("name", "peak"),
-    [("NVIDIA H200", 989.4e12), ("NVIDIA A100-SXM4-80GB", 312e12), ("NVIDIA L4", 121e12), ("NVIDIA L40", None)],
+    [
+        ("NVIDIA H200", 989.4e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA L4", 121e12),
+        ("NVIDIA L40", None),
+        ("NVIDIA H100 80GB HBM3", 989.4e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H100 NVL", 835e12),
+    ],
 )
 def test_the_specified_peak_is_found_by_name_and_none_is_guessed(name, peak, monkeypatch):
     monkeypatch.setattr(race.torch.cuda, "get_device_name", lambda device: name)
@@ -568,6 +581,7 @@ def test_dropout_by_the_byte_drops_its_share_and_scales_up_what_it_keeps():
     dropped.sum().backward()
     assert torch.equal(x.grad == 0, dropped == 0)
     assert loop.byte_dropout(x, 0.1, training=False) is x and loop.byte_dropout(x, 0.0) is x
+    assert not loop.byte_dropout(x, 1.0).any()
 
 
 @pytest.mark.parametrize("settings", [{"plain_attention": True}, {"plain_attention": True, "byte_dropout": True}])

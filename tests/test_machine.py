@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from benchmarks import record
-from speedlab import compat, machine
+from speedlab import compat, count, machine
 
 
 def test_describe_names_every_row_and_blanks_as_measured():
@@ -89,6 +89,34 @@ def test_half_products_really_compute_in_fp32(monkeypatch):
     with compat.half_products():
         product = ones @ ones.T
     assert product.dtype == torch.bfloat16 and product.item() == 4096.0
+
+
+def test_half_products_compute_in_fp32_also_in_inference_mode(monkeypatch):
+    """There products arrive whole, as `linear` or `matmul`, at whoever looks at operations."""
+    monkeypatch.setattr(machine, "is_fast", lambda name: False)
+    a, images, filters = torch.ones(4, 4).half(), torch.ones(1, 2, 4, 4).half(), torch.ones(2, 2, 3, 3).half()
+    products = (
+        lambda: a @ a,
+        lambda: nn.functional.linear(a, a),
+        lambda: nn.functional.conv2d(images, filters),
+        lambda: nn.functional.scaled_dot_product_attention(images, images, images),
+    )
+    for product in products:
+        given = []
+
+        def work(product=product, given=given):
+            with compat.half_products(), torch.inference_mode():
+                given.append(product().dtype)
+
+        taken = {takes for name, takes, _ in count.operations(work) if name != "_to_copy"}
+        assert given == [torch.float16] and not any("fp16" in takes for takes in taken)
+
+
+def test_looking_at_the_machine_draws_no_random_numbers_of_the_callers():
+    machine.probe.cache_clear(), machine.peak_flops.cache_clear()
+    before = torch.get_rng_state()
+    machine.probe(), machine.peak_flops()
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_half_products_write_where_they_are_told_to(monkeypatch):

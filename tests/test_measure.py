@@ -154,7 +154,7 @@ def test_variants_left_out_keep_their_row_and_its_place(fake_clock):
     "wrong", [{"variants": {}}, {"variants": {"a": "not here"}}, {"variants": {"a": int}, "seconds": 0}]
 )
 def test_bad_input_gets_a_sentence(wrong):
-    with pytest.raises(ValueError, match=r"give at least one variant|must both be positive"):
+    with pytest.raises(ValueError, match=r"give at least one variant|must all be positive"):
         measure.compare(**wrong)
 
 

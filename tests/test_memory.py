@@ -27,6 +27,15 @@ def meter(monkeypatch):
     sys.modules.pop("meter")
 
 
+def test_what_a_process_grows_by_is_its_own(monkeypatch):
+    """Not the peak of the process that starts it, which on Linux it inherits."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    import measure_rss
+
+    bytearray(2**30)[::4096] = bytes(2**18)  # this process was large once
+    assert abs(measure_rss.grown(2, 1, 96)) < 2**27
+
+
 def practice(number: int) -> list[str]:
     """The Python snippets under In practice in a notebook of this unit."""
     [path] = FOLDER.glob(f"{number}-*.ipynb")

@@ -1,7 +1,10 @@
 """The small and the real models: the same calls, the same interfaces, a sentence when the hub is out of reach."""
 
+from pathlib import Path
+
 import pytest
 import torch
+from torchvision.models import ViT_B_16_Weights
 
 from speedlab import count
 from speedlab.data import models
@@ -98,3 +101,12 @@ def test_missing_imagenet_weights_are_named(monkeypatch, tmp_path):
     ) as failure:
         models.vit("base")
     assert "vit_b_16" in str(failure.value) and str(tmp_path) in str(failure.value)
+
+
+def test_imagenet_weights_that_are_cut_off_are_named(monkeypatch, tmp_path):
+    monkeypatch.setenv("SPEEDLAB_DATA", str(tmp_path))
+    name = Path(ViT_B_16_Weights.IMAGENET1K_V1.url).name
+    for beginning in (b"", b"PK\x03\x04 and no more", b"abc"):
+        (tmp_path / name).write_bytes(beginning)
+        with pytest.raises(OSError, match="ImageNet weights of ViT-B/16 could not be loaded"):
+            models.vit("base")

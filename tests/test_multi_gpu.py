@@ -114,6 +114,14 @@ def test_only_a_complete_checkpoint_is_taken_and_others_are_named(module, tmp_pa
     capsys.readouterr()
     assert resume.newest_complete(tmp_path).name == "step-0004"
     assert json.loads(capsys.readouterr().out) == {"skipped": ["step-0012", "step-0008"], "resumed": "step-0004"}
+    save(tmp_path, 9996), save(tmp_path, 10_000)
+    assert resume.newest_complete(tmp_path).name == "step-10000"
+
+
+def test_the_folder_for_the_weights_is_made_before_training(module, monkeypatch, tmp_path):
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    module("finetune_common").parse([f"--save={tmp_path / 'made' / 'now'}"], "")
+    assert (tmp_path / "made" / "now").is_dir()
 
 
 def test_a_stop_is_obeyed_and_a_restart_repeats_its_dropout(tmp_path):

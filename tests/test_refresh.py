@@ -3,11 +3,32 @@
 import os
 import subprocess
 import sys
+import threading
 
+import nbclient
 import nbformat
 import pytest
 import refresh as tool
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
+
+
+def test_a_kernel_that_dies_ends_one_notebook_and_not_all(tmp_path, monkeypatch, capsys):
+    paths = [written(tmp_path / f"{name}.ipynb", ["1 + 1"]) for name in "ab"]
+    dying = nbclient.exceptions.DeadKernelError("the kernel died")
+    monkeypatch.setattr(tool, "ROOT", tmp_path)
+    monkeypatch.setattr(tool, "find", lambda names=(): paths)
+    monkeypatch.setattr(tool.readme, "update", lambda: print("README renewed"))
+    monkeypatch.setattr(tool, "execute", lambda *_: (_ for _ in ()).throw(dying))
+    monkeypatch.setattr(sys, "argv", ["refresh.py", "a", "b"])
+    before = set(threading.enumerate())  # the tests' own watch among them
+    with pytest.raises(SystemExit, match="2 of 2 notebooks"):
+        tool.main()
+    assert "README renewed" in capsys.readouterr().out
+    watches = [thread for thread in threading.enumerate() if isinstance(thread, tool.Watch) and thread not in before]
+    for watch in watches:
+        watch.join(5)
+    assert not any(watch.is_alive() for watch in watches)
+
 
 CELLS = [
     "import time\nfactor = 2",

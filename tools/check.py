@@ -18,13 +18,10 @@ _ALWAYS = ("tests/test_documents.py", "tests/test_claims_can_fail.py")
 def changed_files(since: str) -> set[Path]:
     """What differs from a commit, new files included."""
     asked = (["git", "diff", "--name-only", since], ["git", "ls-files", "--others", "--exclude-standard"])
-    lines = [
-        line
-        for command in asked
-        for line in subprocess.run(
-            ["git", "-c", "core.quotepath=off", *command[1:]], cwd=ROOT, capture_output=True, text=True, timeout=60
-        ).stdout.splitlines()
-    ]
+    lines: list[str] = []
+    for command in asked:
+        told = ["git", "-c", "core.quotepath=off", *command[1:]]
+        lines += subprocess.check_output(told, cwd=ROOT, text=True, timeout=60).splitlines()
     return {ROOT / line for line in lines}
 
 

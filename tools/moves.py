@@ -45,7 +45,7 @@ def _is_cut(view: str) -> bool:
 
 
 def _places(control: ipywidgets.Widget) -> Iterator[object]:
-    """The values worth trying: the ends and the middle of a range, each choice, both states of a box."""
+    """The values worth trying: the ends of a range, each choice, both states of a box."""
     if hasattr(control, "options"):
         choices = [value for _, value in control._options_full]
         many = isinstance(control.value, tuple)

@@ -23,7 +23,7 @@ from pathlib import Path
 import nbformat
 import psutil
 import readme
-from nbclient.exceptions import CellExecutionError
+from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 from notebooks import RECORDED, ROOT, Watch, clocked, execute, find, keep_outputs, write
 from tqdm import tqdm
 
@@ -101,8 +101,10 @@ def refresh(path: Path, noisy: bool = False, patience: float = 60.0, keep: bool 
     before = moment(product=True)
     watch = Watch()
     watch.start()
-    new = execute(copy.deepcopy(old), path.parent)
-    watch.done.set()
+    try:
+        new = execute(copy.deepcopy(old), path.parent)
+    finally:
+        watch.done.set()
     after = moment()
     others, product = after.others_since(before), moment(product=True).product
     drift = max(product, before.product) / min(product, before.product)
@@ -159,7 +161,7 @@ def main() -> None:
             start = time.perf_counter()
             try:
                 differs, kept, quiet = refresh(path, given.noisy, given.wait, given.keep)
-            except CellExecutionError as error:
+            except (CellExecutionError, CellTimeoutError, DeadKernelError) as error:
                 failed.append(path)
                 bar.write(f"failed, left as it was: {path.relative_to(ROOT)}\n{error}")
                 continue

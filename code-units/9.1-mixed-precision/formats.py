@@ -40,7 +40,7 @@ def to_tf32(x: torch.Tensor) -> torch.Tensor:
 
 
 def round_to(x: float, name: str) -> torch.Tensor:
-    """The number of a format that is nearest to x, as a tensor of the dtype that stores it; ties go to even.
+    """The number of a format that is nearest to x in fp32, as a tensor of the dtype that stores it; ties go to even.
 
     Beyond the largest number comes infinity; e4m3 has none, so its conversion stops at 448.
     """

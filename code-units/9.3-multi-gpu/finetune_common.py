@@ -38,6 +38,8 @@ def parse(argv: list[str], description: str) -> argparse.Namespace:
         parser.error(f"a batch of {args.batch} has no {processes} equal shares; take a multiple of {processes}")
     if args.rows < args.batch:
         parser.error(f"{args.rows} reviews do not fill a batch of {args.batch}; take a smaller batch")
+    if args.save:
+        os.makedirs(args.save, exist_ok=True)
     return args
 
 

@@ -35,11 +35,11 @@ def everything(model: nn.Module, optimizer, schedule, generator: torch.Generator
 
 def newest_complete(folder: Path) -> Path | None:
     """The newest checkpoint that was written to its end: DCP renames `.metadata` into place as its last act."""
-    found = sorted(folder.glob("step-*"), reverse=True)
-    complete = [path for path in found if (path / ".metadata").exists()]
-    skipped = [path.name for path in found if not complete or path > complete[0]]
-    print(json.dumps({"skipped": skipped, "resumed": complete[0].name if complete else None}), flush=True)
-    return complete[0] if complete else None
+    found = sorted(folder.glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")), reverse=True)
+    newest = next((path for path in found if (path / ".metadata").exists()), None)
+    skipped = [path.name for path in itertools.takewhile(lambda path: path != newest, found)]
+    print(json.dumps({"skipped": skipped, "resumed": newest and newest.name}), flush=True)
+    return newest
 
 
 def restore(folder: Path, model: nn.Module, optimizer, schedule, generator: torch.Generator, device) -> int:

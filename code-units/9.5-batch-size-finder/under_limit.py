@@ -67,7 +67,8 @@ def run(spare_mib: float, function: Callable, *arguments, needs=(), pretend: boo
         )
         said, code = child.stdout, child.returncode
     except subprocess.TimeoutExpired as late:
-        said, code = (late.stdout or b"").decode(), None
+        said, code = late.stdout or "", None
+        said = said if isinstance(said, str) else said.decode()  # text on Windows only
     notes = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
     begun, ran = (tuple(dict.fromkeys(n[word] for n in notes if word in n)) for word in ("begins", "ran"))
     last = {name: value for note in notes for name, value in note.items()}
@@ -77,7 +78,7 @@ def run(spare_mib: float, function: Callable, *arguments, needs=(), pretend: boo
     elif code < 0:
         ended = f"killed by {signal.Signals(-code).name}{at}"
     elif code:
-        ended = f"raised {last.get('raised') or child.stderr.strip().splitlines()[-1]}{at}"
+        ended = f"raised {last.get('raised') or (child.stderr.strip() or 'nothing').splitlines()[-1]}{at}"
     else:
         ended = "returned"
     return Outcome(begun, ran, last.get("returned"), ended)

@@ -6,8 +6,10 @@ python measure_rss.py BATCH LAYERS WIDTH
 
 import os
 import platform
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import psutil
 import torch
@@ -19,10 +21,12 @@ def peak_rss() -> int:
     """The largest resident memory that this process ever had, in bytes."""
     if platform.system() == "Windows":
         return psutil.Process().memory_info().peak_wset
+    if platform.system() == "Linux":  # its ru_maxrss begins with what the starting process had
+        status = Path("/proc/self/status").read_text()
+        return 1024 * int(re.search(r"VmHWM:\s*(\d+) kB", status)[1])
     import resource
 
-    unit = 1 if platform.system() == "Darwin" else 1024
-    return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # of macOS, in bytes
 
 
 def train(batch: int, layers: int, width: int) -> None:

@@ -56,6 +56,7 @@ class Prefetcher:
             except queue.Empty:
                 raise TimeoutError(f"No batch came for {self._seconds:g} s: the offload process hangs.") from None
             if kind == "end":
+                self._ready.put(("end", None, None))  # it has no second epoch, and says so again
                 return
             if kind == "error":
                 raise RuntimeError(f"The offload process stopped after {len(self.made)} batches: {value}")

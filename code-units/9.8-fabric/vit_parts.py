@@ -67,6 +67,8 @@ def loaders(args: argparse.Namespace) -> tuple[DataLoader, DataLoader, DataLoade
     """Loaders of batches: images (B, C, H, W), labels (B,). Each device gets its part of the batch."""
     train, val, test = datasets(args.data)
     train = Subset(train, range(min(args.images, len(train))))
+    if len(train) < args.batch:
+        raise SystemExit(f"{len(train)} images do not fill a batch of {args.batch}; take a smaller batch")
     workers = 0 if args.data == "digits" else min(8, os.cpu_count() or 1)
     how = {"num_workers": workers, "pin_memory": torch.cuda.is_available()}
     generator = torch.Generator().manual_seed(args.seed)

@@ -128,7 +128,7 @@ def accumulating(model: nn.Module, optimizer: torch.optim.Optimizer, batch: tupl
 
 
 def exchanging(model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple) -> torch.Tensor:
-    """One rank's part: a quarter of the batch, and an all-reduce of every gradient."""
+    """One rank's part: a quarter of the batch, and an all-reduce of every gradient (a sum: only counts matter)."""
     optimizer.zero_grad()
     found = loss_fn(model, tuple(part.chunk(RANKS)[0] for part in batch))
     found.backward()

@@ -33,9 +33,9 @@ def folder() -> Path:
 def fetch(archive: Archive, timeout: float = 30.0) -> Path:
     """The path of `archive` in the data folder, downloaded if it is not there with the right checksum.
 
-    Two processes never download at once; a failed download is tried twice more and leaves nothing behind. `timeout`
-    is how many seconds the network may be silent. Raises OSError with what is missing, where it belongs, and what
-    needs nothing.
+    Two processes never download at once; a failed download is tried twice more and leaves no part of a file.
+    `timeout` is how many seconds the network may be silent. Raises OSError with what is missing, where it belongs,
+    and what needs nothing.
     """
     import pooch
     from filelock import FileLock, Timeout

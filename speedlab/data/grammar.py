@@ -23,7 +23,8 @@ def _table(text: str) -> list[str]:
 
 
 # Words of sentiment: for each kind the negative, then the positive ones. Verbs are base/third person/past.
-# No word starts with a vowel letter but a consonant sound, or the reverse ("useful", "hour"): see _articles.
+# No word behind an article starts with a vowel letter but a consonant sound, or the reverse ("useful", "hour"): see
+# _articles.
 POLAR = {
     # fits a film as well as its script or its songs; takes "more" and "less"
     "gradable": (

@@ -5,6 +5,7 @@ hub at `full`, or have random weights, which need no network and cost the same t
 """
 
 import json
+import pickle
 from pathlib import Path
 
 import torch
@@ -41,7 +42,13 @@ def vit(size: str | None = None, *, pretrained: bool = True, num_classes: int = 
             state = torch.hub.load_state_dict_from_url(
                 url, model_dir=download.folder(), check_hash=True, map_location="cpu", weights_only=True
             )
-        except OSError as error:
+        except (
+            OSError,
+            EOFError,
+            RuntimeError,
+            LookupError,
+            pickle.UnpicklingError,
+        ) as error:  # missing, or cut off
             raise OSError(_missing("the ImageNet weights of ViT-B/16", Path(url).name, url, error)) from error
         model.load_state_dict(_without_head(state), strict=False)
     return _trainable_head(model)
@@ -105,7 +112,7 @@ def _from_hub(loader: type, place: str, **options):
 
 
 def _missing(what: str, name: str, url: str, error: Exception) -> str:
-    reason = str(error).splitlines()[0]
+    reason = (str(error) or repr(error)).splitlines()[0]
     return (
         f"{what} could not be loaded ({reason}). Put {name} from {url} into {download.folder()}, or go online. "
         "SPEEDLAB_SCALE=quick needs no download."

@@ -1,7 +1,7 @@
 """Apply one technique at a time to a copy, prove that it computes the same, time it, and keep what helps.
 
-Here alone a clock is read. It never changes the table of advice: it may change the report's first sentence, and it
-decides which changes a climb keeps.
+Here a clock is read, as beside it only when a device is measured. Its times of the step never change the table of
+advice: they may change the report's first sentence, and they decide which changes a climb keeps.
 """
 
 import contextlib
@@ -539,6 +539,8 @@ def probe(job: Job, seconds: float = 20.0) -> Comparison:
         variants["without the optimizer"] = without_optimizer
         try:
             double = job.batch(2 * job.batch_size)
+            if size_of(double) != 2 * size_of(batch):
+                raise DiagnoseError("make_batch gives as many samples as before")
             train(double)
             variants["twice the batch"] = lambda: train(double)
         except DiagnoseError:

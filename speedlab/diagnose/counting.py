@@ -242,6 +242,13 @@ class _Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if torch.is_inference_mode_enabled():  # only there, `linear` and its like arrive whole
+            super().__enter__()
+            try:
+                if (out := func.decompose(*args, **kwargs)) is not NotImplemented:
+                    return out
+            finally:
+                super().__exit__(None, None, None)
         # torch.tensor(...) comes into sight as the argument of this one, just made
         fresh = func._schema.name in ("aten::lift_fresh", "aten::lift")
         for tensor in tensors((args, kwargs)):
@@ -488,7 +495,7 @@ def _expect_alike(size: int, given: list) -> None:
 
 def _calls(loader: Iterable) -> tuple[int, list]:
     """Python calls that a batch of this loader costs, the mean of three, 0 where workers make them; and batches."""
-    made, taken, error = 0, [], []
+    made, taken, error, profiler = 0, [], [], sys.getprofile()
 
     def watch(frame, event, argument) -> None:
         nonlocal made
@@ -519,6 +526,7 @@ def _calls(loader: Iterable) -> tuple[int, list]:
         made = 0
         error.clear(), taken.clear()
         take()
+        sys.setprofile(profiler)
     if error or not taken:
         raise DiagnoseError(f"The loader gave no two batches: {in_a_line(error[0]) if error else 'it ended'}.")
     return (0 if getattr(loader, "num_workers", 0) else made // len(taken)), taken

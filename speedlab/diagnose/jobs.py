@@ -220,10 +220,15 @@ def load(place: str) -> Job:
         sys.path.insert(0, folder)
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault(spec.name, module)  # Dynamo and pickle look a module up by its name
-    with one_sentence(place):
-        spec.loader.exec_module(module)
-        job = getattr(module, function)()
+    before, sys.modules[spec.name] = sys.modules.get(spec.name), module  # Dynamo and pickle look it up by its name
+    try:
+        with one_sentence(place):
+            spec.loader.exec_module(module)
+            job = getattr(module, function)()
+    except DiagnoseError:
+        sys.modules.pop(spec.name)
+        sys.modules |= {spec.name: before} if before else {}
+        raise
     if not isinstance(job, Job):
         raise DiagnoseError(f"{place} returned a {type(job).__name__}; it must return a Job.")
     return job

@@ -140,7 +140,8 @@ class Diagnosis:
 
     def json(self) -> str:
         """Everything, as JSON; operations are summed by name."""
-        plain = dataclasses.asdict(dataclasses.replace(self, probes=None))
+        rungs = (dataclasses.replace(r, off=None if r.off == float("inf") else r.off) for r in self.rungs)
+        plain = dataclasses.asdict(dataclasses.replace(self, probes=None, rungs=tuple(rungs)))
         plain["counts"]["operations"] = self.counts.by("name")
         plain["probes"] = self.probes and {name: timing.median for name, timing in self.probes.timings.items()}
         return json.dumps(plain, indent=1)

@@ -45,7 +45,7 @@ class Device:
 
     @classmethod
     def here(cls) -> "Device":
-        """This machine, measured."""
+        """This machine, measured, but for its link and for what a Python call takes."""
         where = machine.device()
         one, clock = torch.ones(1, device=where), machine.synchronised_clock(where)
         spent = []
