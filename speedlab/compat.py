@@ -100,7 +100,7 @@ def half_products(where: torch.device | str = "cpu") -> contextlib.AbstractConte
 
 
 class _ProductsInFp32(TorchDispatchMode):
-    _PRODUCTS = re.compile(r"::(mm|addmm|bmm|baddbmm|addmv|mv|dot|linear|matmul|_?conv|_?scaled_dot_product)")
+    _PRODUCTS = re.compile(r"::((add|b|baddb)?mm|(add)?mv|dot|inner|tensordot|einsum|lin|matmul|_?conv|_?scaled_dot)")
 
     def __init__(self, slow: list[torch.dtype]):
         super().__init__()

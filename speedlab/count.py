@@ -121,22 +121,21 @@ def saved_bytes(forward: Callable[[], object], model: nn.Module) -> Saved:
     The storages of `model`'s own parameters and buffers are left out, also where a transposed view of one is kept.
     The cast copies that autocast makes of the weights are counted: they are new memory. Inputs that are kept count.
     """
-    own = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
-    held: dict[int, tuple[torch.Tensor, str]] = {}
+    own = _storages((*model.parameters(), *model.buffers()))
+    held: dict[int, tuple[torch.Tensor, str, int]] = {}
     path: list[str] = []
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.nbytes() and storage._cdata not in own:
-            # holding the tensor keeps its storage's address from being used again while we count
-            held.setdefault(storage._cdata, (tensor, path[-1] if path else "outside the model"))
+        part = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        for storage, size in _storages([part]).items():
+            if size and storage not in own:
+                # holding the tensor keeps its storage's address from being used again while we count
+                held.setdefault(storage, (part, path[-1] if path else "outside the model", size))
         return tensor
 
     with _module_path(model, path), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        result = forward()
-    size = lambda t: t.untyped_storage().nbytes()  # noqa: E731
-    tensors = tuple(SavedTensor(where, tuple(t.shape), dtype_name(t.dtype), size(t)) for t, where in held.values())
-    del result
+        _result = forward()  # whose graph lives on until all is counted
+    tensors = tuple(SavedTensor(where, tuple(t.shape), dtype_name(t.dtype), size) for t, where, size in held.values())
     return Saved(sum(t.bytes for t in tensors), tensors)
 
 
@@ -163,7 +162,7 @@ def state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None = None
     states = [] if optimizer is None else optimizer.state.values()
     gradients = (p.grad for p in parameters if p.grad is not None)
     kept = (t for s in states for t in s.values() if isinstance(t, torch.Tensor))
-    return StateBytes(*map(_storage_bytes, (parameters, gradients, kept, model.buffers())))
+    return StateBytes(*(sum(_storages(of).values()) for of in (parameters, gradients, kept, model.buffers())))
 
 
 @dataclass(frozen=True)
@@ -204,9 +203,9 @@ def predict_peak_memory(
     return PeakMemory(kinds.pop("total"), {name: size for name, size in kinds.items() if size})
 
 
-def _storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
+def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
     local = (t.to_local() if hasattr(t, "to_local") else t for t in tensors)
-    return sum({s._cdata: s.nbytes() for s in (t.untyped_storage() for t in local)}.values())
+    return {s._cdata: s.nbytes() for s in (t.untyped_storage() for t in local)}
 
 
 @contextlib.contextmanager

@@ -88,8 +88,8 @@ def run(
     rank, root = None, re.search(r"Root Cause.*?rank\s*:\s*(\d+).*?exitcode\s*:\s*(-?\d+)", said, re.S)
     if code is None:
         head = f"{script.name} on {processes} processes had not ended after {timeout:g} s; all of them were stopped."
-    elif root is None and code < 0:
-        head = f"The launcher of {script.name} was ended by signal {-code}, and all that it had started."
+    elif root is None and (code < 0 or "SignalException" in said):
+        head = f"The launcher of {script.name} was ended by a signal ({code}), and all that it had started."
     elif root is None:
         raise LaunchError(f"{script.name} was not started. The launcher says:\n{said.strip()}", None, launched)
     else:

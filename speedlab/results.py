@@ -13,8 +13,7 @@ def recorded(section: str) -> list[dict]:
     apart), `device` ('cuda' or 'cpu'), `date`, `noisy`, `file` (its name without ending), `where`: machine, torch's
     version, date and, if so, noisy, in one line. A row without a measurement says in `not_run` why there is none.
     """
-    files = {path.stem: load(path) for path in FOLDER.glob("*.json")}
-    known = {file: sections[section] for file, sections in files.items() if section in sections}
+    known = {path.stem: found[section] for path in FOLDER.glob("*.json") if section in (found := load(path))}
     names = {file: _name(found["stamp"]) for file, found in known.items()}
     made = []
     for file in sorted(known, key=lambda file: (known[file]["stamp"]["device"] != "cuda", file)):

@@ -450,8 +450,8 @@ PACKINGS = {
 WRONG_PACKINGS = {
     "unsorted": (unsorted, "similar length"),
     "all sorted": (all_sorted, "same batches"),
-    "one chunk": (packing(1), "more chunks, more chance"),
-    "two chunks": (packing(2), "more chunks, more chance"),
+    "one chunk": (packing(1), "smaller chunks mix more"),
+    "two chunks": (packing(2), "smaller chunks mix more"),
     "forty chunks": (packing(40), "larger"),
     "batches in their order": (packing(shuffle=lambda batches, g: batches), "shuffle the batches too"),
     "strided": (packing(shuffle=strided), "shuffle the batches too"),

@@ -2,8 +2,12 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
 from speedlab import count
@@ -285,3 +289,16 @@ def test_on_meta_and_fake_tensors_each_storage_counts():
         assert bytes_of() == real
     with FakeTensorMode():
         assert bytes_of() == real
+
+
+def test_of_what_is_sharded_a_process_keeps_its_part_for_backward():
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    try:
+        plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
+        model = nn.Sequential(nn.Linear(8, 32), nn.Linear(32, 8))
+        model = parallelize_module(model, init_device_mesh("cpu", (4,)), plan)
+        saved = count.saved_bytes(lambda: model(torch.randn(8, 8)), model)
+        # the whole input of the first layer, and a quarter of the second one's
+        assert sorted(t.bytes for t in saved.tensors) == [4 * 8 * 8, 4 * 8 * 32 // 4]
+    finally:
+        dist.destroy_process_group()

@@ -195,7 +195,7 @@ def test_an_empty_shard_gives_no_batch(nothing_left_over):
     assert list(jpegs.batches([], 4)) == []
     with offload.Prefetcher(offload.sleeping, 0, 0.0) as batches:
         assert list(batches) == []
-        assert list(batches) == [], "it has no second epoch, and has not died"
+        assert batches.process.join(30) is None and list(batches) == [], "it has no second epoch, and has not died"
 
 
 @pytest.mark.parametrize("depth", [1, 3])

@@ -1242,7 +1242,7 @@ def test_a_report_without_a_folder_is_refused_before_anything_is_measured(tmp_pa
 
 @pytest.mark.parametrize(
     ("options", "words"),
-    [(["--out", "."], "is a folder"), (["--steps", "-5"], "1 or more"), (["--minutes", "-1"], "not be negative")],
+    [(["--out", "."], "is a folder"), (["--steps", "-5"], "1 or more"), (["--minutes", "-1"], "0 or more")],
 )
 def test_options_that_cannot_be_meant_are_refused_before_anything_is_measured(options, words, capsys):
     with pytest.raises(SystemExit):
@@ -1261,14 +1261,34 @@ def test_products_in_inference_mode_count_as_elsewhere():
 
         return linear(loss_fn=loss)
 
-    one, other = (counts(job(mode), breaks=False).by("name") for mode in (torch.no_grad, torch.inference_mode))
-    assert one == other and sum(flops for _, flops, _ in one.values()) > 0
+    with torch.inference_mode():
+        made_there, rows = copy.deepcopy(teacher), torch.randn(8, 4)
+
+    def on_what_was_made_there(model, x):
+        with torch.no_grad():
+            answer = made_there(rows)
+        return (model(x) - answer.clone()).square().mean()
+
+    one, other = (counts(job(mode), breaks=False) for mode in (torch.no_grad, torch.inference_mode))
+    assert one.by("name") == other.by("name") and one.flops > 0
+    assert counts(linear(loss_fn=on_what_was_made_there), breaks=False).flops == one.flops
+
+
+def test_a_file_that_is_called_like_a_module_hides_none(tmp_path):
+    (tmp_path / "random.py").write_text("def build():\n    return 3\n", encoding="utf-8")
+    with pytest.raises(DiagnoseError, match="must return a Job"):
+        load(f"{tmp_path / 'random.py'}:build")
+    assert sys.modules["random"] is random
+    (tmp_path / "mine_broken.py").write_text("def build():\n    return 3\n", encoding="utf-8")
+    with pytest.raises(DiagnoseError):
+        load(f"{tmp_path / 'mine_broken.py'}:build")
+    assert "mine_broken" not in sys.modules
 
 
 def test_twice_the_batch_is_timed_only_where_it_is_twice():
     batch = torch.randn(8, 4)
     timings = climbing.probe(linear(make_batch=lambda n: batch), seconds=0.1)
-    assert timings.not_run == {"twice the batch": "the step takes no other batch"}
+    assert timings.not_run == {"twice the batch": "make_batch gives no batch of twice the size"}
 
 
 def test_a_result_that_is_not_finite_is_still_json():

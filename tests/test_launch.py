@@ -179,7 +179,7 @@ def test_a_rank_that_may_see_a_gpu_is_no_copy_of_torchrun(tmp_path):
 
 def test_a_launcher_that_is_killed_is_no_launcher_that_never_started(script, monkeypatch, tmp_path):
     monkeypatch.setattr(launch, "_finish", lambda *_: -9)
-    with pytest.raises(launch.LaunchError, match=r"The launcher of task\.py was ended by signal 9"):
+    with pytest.raises(launch.LaunchError, match=r"The launcher of task\.py was ended by a signal \(-9\)"):
         launch.run(script(""), 2, tmp_path)
 
 

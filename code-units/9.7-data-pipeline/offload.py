@@ -35,6 +35,7 @@ class Prefetcher:
         context = multiprocessing.get_context(START)
         receiver, sender = context.Pipe(duplex=False)
         self.made: list[tuple[float, float]] = []
+        self.ended = False
         self.started = context.Value("i", 0)
         self._seconds, self._slots, self._ready = seconds, context.Semaphore(depth), queue.SimpleQueue()
         job = (sender, self._slots, self.started, make, arguments)
@@ -50,13 +51,13 @@ class Prefetcher:
         self._ready.put(("died", None, None))
 
     def __iter__(self) -> Iterator:
-        while True:
+        while not self.ended:  # there is no second epoch
             try:
                 kind, value, when = self._ready.get(timeout=self._seconds)
             except queue.Empty:
                 raise TimeoutError(f"No batch came for {self._seconds:g} s: the offload process hangs.") from None
             if kind == "end":
-                self._ready.put(("end", None, None))  # it has no second epoch, and says so again
+                self.ended = True
                 return
             if kind == "error":
                 raise RuntimeError(f"The offload process stopped after {len(self.made)} batches: {value}")

@@ -283,7 +283,7 @@ def _examine_chance(plans: list[Plan], lengths: list[int]) -> None:
     same = {frozenset(batch) for batch in plans[0]} == {frozenset(batch) for batch in plans[1]}
     how = "Shuffle before you sort, and never seed anew."
     expect(not same, f"the next epoch, from the same generator, has the same batches. {how}")
-    how = "Cut shuffled texts into chunks, and sort inside each; more chunks, more chance."
+    how = "Cut shuffled texts into chunks, and sort inside each; smaller chunks mix more."
     expect(again <= 0.3, f"{again:.1%} of the pairs in a batch meet again in the next epoch; 30% is allowed. {how}")
     means = [statistics.fmean(lengths[i] for i in batch) for batch in plans[0]]
     alike = [_correlation(means[:-lag], means[lag:]) for lag in range(1, len(means) // 2)]

@@ -456,7 +456,7 @@ class _Made(TorchDispatchMode):
 
 @check("Task 5, attention over a ring")
 def ring_attention(answer: Callable) -> None:
-    # ranks, tokens, width, how large the scores are, how far they all lie below zero
+    # ranks, tokens, width, how large the scores are, what pushes them all below zero
     cases = ((1, 5, 4, 1, 0), (3, 4, 8, 1, 0), (5, 8, 8, 1, 0), (4, 6, 4, 40, 0), (2, 7, 3, 1, 0), (16, 4, 4, 1, 0))
     for ranks, tokens, width, sharpness, below in (*cases, (3, 4, 8, 1, 20)):
         torch.manual_seed(ranks)

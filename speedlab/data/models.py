@@ -113,6 +113,8 @@ def _from_hub(loader: type, place: str, **options):
 
 def _missing(what: str, name: str, url: str, error: Exception) -> str:
     reason = (str(error) or repr(error)).splitlines()[0]
+    if (place := download.folder() / name).is_file():
+        return f"{what} could not be loaded: {place} is damaged ({reason}). Delete it, and try again online."
     return (
         f"{what} could not be loaded ({reason}). Put {name} from {url} into {download.folder()}, or go online. "
         "SPEEDLAB_SCALE=quick needs no download."

@@ -29,7 +29,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="write a report there: .html or .json")
     given = parser.parse_args(arguments)
     if not 0 <= given.minutes < float("inf") or (given.steps is not None and given.steps < 1):
-        parser.error("--minutes must not be negative, and --steps must be 1 or more")
+        parser.error("--minutes must be 0 or more, and finite; --steps must be 1 or more")
     if given.out and given.out.is_dir():
         parser.error(f"{given.out} is a folder; name a file in it, .html or .json")
     if given.out and not given.out.parent.is_dir():

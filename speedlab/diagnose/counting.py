@@ -242,7 +242,8 @@ class _Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if torch.is_inference_mode_enabled():  # only there, `linear` and its like arrive whole
+        # in inference mode, and on what was made there, `linear` and its like arrive whole
+        if torch.is_inference_mode_enabled() or any(t.is_inference() for t in tensors((args, kwargs))):
             super().__enter__()
             try:
                 if (out := func.decompose(*args, **kwargs)) is not NotImplemented:
@@ -526,7 +527,8 @@ def _calls(loader: Iterable) -> tuple[int, list]:
         made = 0
         error.clear(), taken.clear()
         take()
-        sys.setprofile(profiler)
+        if callable(profiler):  # cProfile's own cannot be set again
+            sys.setprofile(profiler)
     if error or not taken:
         raise DiagnoseError(f"The loader gave no two batches: {in_a_line(error[0]) if error else 'it ended'}.")
     return (0 if getattr(loader, "num_workers", 0) else made // len(taken)), taken

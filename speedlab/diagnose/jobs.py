@@ -220,17 +220,19 @@ def load(place: str) -> Job:
         sys.path.insert(0, folder)
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
-    before, sys.modules[spec.name] = sys.modules.get(spec.name), module  # Dynamo and pickle look it up by its name
+    before = sys.modules.get(spec.name)
+    if before is None or getattr(before, "__file__", None) == spec.origin:  # else it would hide another module
+        sys.modules[spec.name] = module  # Dynamo and pickle look a module up by its name
     try:
         with one_sentence(place):
             spec.loader.exec_module(module)
             job = getattr(module, function)()
+        if not isinstance(job, Job):
+            raise DiagnoseError(f"{place} returned a {type(job).__name__}; it must return a Job.")
     except DiagnoseError:
-        sys.modules.pop(spec.name)
-        sys.modules |= {spec.name: before} if before else {}
+        if sys.modules[spec.name] is module:
+            del sys.modules[spec.name]
         raise
-    if not isinstance(job, Job):
-        raise DiagnoseError(f"{place} returned a {type(job).__name__}; it must return a Job.")
     return job
 
 

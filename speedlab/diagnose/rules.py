@@ -330,7 +330,7 @@ RULES = (
          lambda c, d: bool(c.syncs) and d.asynchronous),
     Rule("batches of similar length", "9.7", "a little less random order",
          lambda c, d: f"{c.padded:.0%} of the tokens are padding", _padding),
-    Rule("a fused optimizer", "9.4, 9.5", "none, but that Lightning refuses to clip in mixed precision",
+    Rule("a fused optimizer", "9.4, 9.5", "none, except that Lightning refuses to clip in mixed precision",
          lambda c, d: f"{c.by('phase').get(OPTIMIZER, (0,))[0]:,} operations update the parameters"
          + (", fused already" * _is_fused(c) if c.fuses else ", and it has no fused version"), _optimizer),
     Rule("overlap communication with backward", "9.2", "DDP does it; larger buckets",
