@@ -122,7 +122,7 @@ class Notebook(IPyNbFile):
         os.environ.pop("PYTEST_CURRENT_TEST", None)
         os.environ.update(BRIEF)
         try:
-            super().setup()
+            self._start()
         finally:
             os.environ.clear()
             os.environ.update(held)
@@ -130,6 +130,15 @@ class Notebook(IPyNbFile):
         execute = self.kernel.kc.execute
         # with store_history=False a trailing semicolon does not hide a value
         self.kernel.kc.execute = lambda code, **options: execute(code, **{**options, "store_history": True})
+
+    def _start(self, trials: int = 3) -> None:
+        """Start the kernel, once more where it dies at once: another process may take a port chosen for it."""
+        try:
+            super().setup()
+        except RuntimeError:
+            if trials == 1:
+                raise
+            self._start(trials - 1)
 
     def _message(self, stream: str, timeout: float | None = None) -> dict:
         """The next message of a kernel that lives: nbval itself would wait for a dead one until time is up."""

@@ -167,16 +167,22 @@ NOTEBOOKS = {
 }
 
 
-@pytest.fixture(scope="module")
-def outcomes(tmp_path_factory):
-    """One run over all controls in a small copy of the house: {(notebook, test): failure}, its print, its row."""
-    house = tmp_path_factory.mktemp("house")
+def small_house(house):
+    """A copy of what a run of notebooks needs, with a folder for units."""
     for name in ("conftest.py", "tools/moves.py", "tools/notebooks.py", "tools/shard.py", "tools/warm_kernels.py"):
         (house / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, house / name)
     (house / "pytest.ini").write_text("[pytest]\npythonpath = tools\n")
     units = house / "code-units"
     units.mkdir()
+    return units
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    """One run over all controls in a small copy of the house: {(notebook, test): failure}, its print, its row."""
+    house = tmp_path_factory.mktemp("house")
+    units = small_house(house)
     controls = [cell(CLAIM, CLAIMED), *(control for control, _ in CONTROLS.values())]
     for name, cells in {"controls": controls, **{name: cells for name, (cells, _) in NOTEBOOKS.items()}}.items():
         nbformat.write(new_notebook(cells=cells), units / f"{name}.ipynb")
@@ -232,6 +238,31 @@ def test_a_run_whose_condition_is_named_adds_its_row(outcomes):
     [row] = outcomes[2]
     assert row["condition"] == "in a small house" and row["versions"]["torch"] == importlib.metadata.version("torch")
     assert row["found"]["failed"] == len(failures) and sum(row["found"].values()) == len(outcomes[0])
+
+
+DIES_FIRST = """
+import nbval.plugin
+
+real, started = nbval.plugin.RunningKernel, []
+
+def kernel(*args, **options):
+    started.append(args)
+    if len(started) == 1:
+        raise RuntimeError("Kernel died before replying to kernel_info")
+    return real(*args, **options)
+
+nbval.plugin.RunningKernel = kernel
+"""
+
+
+def test_a_kernel_that_dies_at_once_is_started_again(tmp_path):
+    cells = [cell(CLAIM, CLAIMED)]
+    nbformat.write(new_notebook(cells=cells), small_house(tmp_path) / "one.ipynb")
+    (tmp_path / "dies_first.py").write_text(DIES_FIRST, encoding="utf-8")
+    asked = [sys.executable, "-m", "pytest", "--nbval", "-p", "dies_first", "-p", "no:xdist"]
+    run = subprocess.run(asked, cwd=tmp_path, capture_output=True, text=True, timeout=200,
+                         env=os.environ | {"PYTHONPATH": str(tmp_path)})  # fmt: skip
+    assert run.returncode == 0 and "2 passed" in run.stdout, run.stdout
 
 
 HANGS = """
