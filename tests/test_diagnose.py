@@ -1274,7 +1274,8 @@ def test_products_in_inference_mode_count_as_elsewhere():
     assert counts(linear(loss_fn=on_what_was_made_there), breaks=False).flops == one.flops
 
 
-def test_a_file_that_is_called_like_a_module_hides_none(tmp_path):
+def test_a_file_that_is_called_like_a_module_hides_none(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])  # load adds the file's folder
     (tmp_path / "random.py").write_text("def build():\n    return 3\n", encoding="utf-8")
     with pytest.raises(DiagnoseError, match="must return a Job"):
         load(f"{tmp_path / 'random.py'}:build")
