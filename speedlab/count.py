@@ -17,6 +17,8 @@ from speedlab import machine
 from speedlab.display import Table, Tabular, bytes_text, table
 
 _DTYPE_NAMES = {dtype: name for name, dtype in machine.DTYPES.items()}
+# Operations of PyTorch whose names begin so launch nothing.
+ALLOCATIONS = ("_unsafe_view", "empty", "new_empty")
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -76,8 +78,6 @@ def operations(work: Callable[[], object]) -> Counter[tuple[str, str, str]]:
 
 
 class _Operations(TorchDispatchMode):
-    _NOTHING_LAUNCHED = ("_unsafe_view", "empty", "new_empty")  # and what begins so
-
     def __init__(self) -> None:
         super().__init__()
         self.counter: Counter[tuple[str, str, str]] = Counter()
@@ -85,7 +85,7 @@ class _Operations(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         name = func._schema.name.removeprefix("aten::")
-        if func.namespace == "aten" and not func.is_view and not name.startswith(self._NOTHING_LAUNCHED):
+        if func.namespace == "aten" and not func.is_view and not name.startswith(ALLOCATIONS):
             takes = {dtype_name(t.dtype) for t in args if isinstance(t, torch.Tensor)}
             given = next((t for t in (out if isinstance(out, tuple | list) else [out]) if torch.is_tensor(t)), None)
             gives = dtype_name(given.dtype) if given is not None else ""

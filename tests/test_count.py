@@ -297,7 +297,7 @@ def test_of_what_is_sharded_a_process_keeps_its_part_for_backward():
         plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
         model = nn.Sequential(nn.Linear(8, 32), nn.Linear(32, 8))
         model = parallelize_module(model, init_device_mesh("cpu", (4,)), plan)
-        saved = count.saved_bytes(lambda: model(torch.randn(8, 8)), model)
+        saved = count.saved_bytes(lambda: model(torch.randn(8, 8)) + 0, model)  # the sum waits for its all-reduce
         # the whole input of the first layer, and a quarter of the second one's
         assert sorted(t.bytes for t in saved.tensors) == [4 * 8 * 8, 4 * 8 * 32 // 4]
     finally:

@@ -35,7 +35,7 @@ def everything(model: nn.Module, optimizer, schedule, generator: torch.Generator
 
 def newest_complete(folder: Path) -> Path | None:
     """The newest checkpoint that was written to its end: DCP renames `.metadata` into place as its last act."""
-    found = sorted(folder.glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")), reverse=True)
+    found = sorted(folder.glob("step-*"), key=lambda path: (len(path.name), path.name), reverse=True)
     newest = next((path for path in found if (path / ".metadata").exists()), None)
     skipped = [path.name for path in itertools.takewhile(lambda path: path != newest, found)]
     print(json.dumps({"skipped": skipped, "resumed": newest and newest.name}), flush=True)

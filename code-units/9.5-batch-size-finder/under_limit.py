@@ -78,8 +78,8 @@ def run(spare_mib: float, function: Callable, *arguments, needs=(), pretend: boo
     elif code < 0:
         ended = f"killed by {signal.Signals(-code).name}{at}"
     elif code:
-        said = last.get("raised") or child.stderr.strip().splitlines()[-1:]
-        ended = f"raised {said if isinstance(said, str) else said[0]}{at}" if said else f"ended with code {code}{at}"
+        words = last.get("raised") or "".join(child.stderr.strip().splitlines()[-1:])
+        ended = f"raised {words}{at}" if words else f"ended with code {code}{at}"
     else:
         ended = "returned"
     return Outcome(begun, ran, last.get("returned"), ended)

@@ -15,6 +15,8 @@ from speedlab import machine
 from speedlab.data import download
 
 CHECKPOINTS = Path(__file__).parent / "checkpoints"
+# What loading a file raises that is missing, or cut off.
+_UNREADABLE = (OSError, EOFError, RuntimeError, LookupError, pickle.UnpicklingError)
 _HUB_DISTILBERT = "distilbert-base-uncased"
 
 
@@ -42,13 +44,7 @@ def vit(size: str | None = None, *, pretrained: bool = True, num_classes: int = 
             state = torch.hub.load_state_dict_from_url(
                 url, model_dir=download.folder(), check_hash=True, map_location="cpu", weights_only=True
             )
-        except (
-            OSError,
-            EOFError,
-            RuntimeError,
-            LookupError,
-            pickle.UnpicklingError,
-        ) as error:  # missing, or cut off
+        except _UNREADABLE as error:
             raise OSError(_missing("the ImageNet weights of ViT-B/16", Path(url).name, url, error)) from error
         model.load_state_dict(_without_head(state), strict=False)
     return _trainable_head(model)

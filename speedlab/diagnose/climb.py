@@ -539,10 +539,11 @@ def probe(job: Job, seconds: float = 20.0) -> Comparison:
         variants["without the optimizer"] = without_optimizer
         try:
             double = job.batch(2 * job.batch_size)
-            train(double)
-            twice = size_of(double) == 2 * size_of(batch)
-            known = (lambda: train(double)) if twice else "make_batch gives no batch of twice the size"
-            variants["twice the batch"] = known
+            if size_of(double) == 2 * size_of(batch):
+                train(double)
+                variants["twice the batch"] = lambda: train(double)
+            else:
+                variants["twice the batch"] = "make_batch gives no batch of twice the size"
         except DiagnoseError:
             variants["twice the batch"] = "the step takes no other batch"
         return compare(variants, seconds=seconds, max_rounds=30)

@@ -39,7 +39,6 @@ from speedlab.diagnose.jobs import (
 
 FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"
 _OVERWRITES = frozenset(("zero_", "fill_", "copy_", "_foreach_zero_", "_foreach_copy_", "normal_", "uniform_"))
-_NOTHING_LAUNCHED = ("_unsafe_view", "empty", "new_empty")  # and what of PyTorch begins so
 # Operations whose result the host must wait for, and methods that copy to it.
 _WAITS = frozenset(
     "_local_scalar_dense nonzero masked_select equal is_nonzero _unique2 unique_dim unique_consecutive bincount "
@@ -275,7 +274,7 @@ class _Watch(TorchDispatchMode):
             name += f"_{len(named['stride'])}d" + "_channels_last" * any(map(_is_channels_last, tensors(args)))
         keeps_all = "scaled_dot_product" in name and not named.get("dropout_p")
         self.draws += torch.Tag.nondeterministic_seeded in func.tags and not keeps_all
-        idle = func.namespace == "aten" and (name == "detach" or name.startswith(_NOTHING_LAUNCHED))
+        idle = func.namespace == "aten" and (name == "detach" or name.startswith(count.ALLOCATIONS))
         if func.is_view or idle or func.namespace in _NO_WORK or counter:
             return out
         taken, given = _read_and_written(func, args, kwargs, out)
@@ -448,10 +447,8 @@ def _bytes(tensor: torch.Tensor) -> int:
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
 
 
-def _is_channels_last(tensor: torch.Tensor) -> bool:
-    if tensor.dim() != 4 or tensor.is_contiguous():
-        return False
-    return tensor.is_contiguous(memory_format=torch.channels_last)
+def _is_channels_last(t: torch.Tensor) -> bool:
+    return t.dim() == 4 and not t.is_contiguous() and t.is_contiguous(memory_format=torch.channels_last)
 
 
 def _buffer_bytes(model: nn.Module) -> int:

@@ -230,7 +230,7 @@ def load(place: str) -> Job:
         if not isinstance(job, Job):
             raise DiagnoseError(f"{place} returned a {type(job).__name__}; it must return a Job.")
     except DiagnoseError:
-        if sys.modules[spec.name] is module:
+        if sys.modules.get(spec.name) is module:
             del sys.modules[spec.name]
         raise
     return job
