@@ -334,7 +334,7 @@ def examining(answers: Collection[Callable]) -> Iterator[None]:
 
 def _verdict(examine: Callable[[], None], seconds: float) -> str:
     answers = _ANSWERS.get()
-    stubs = [answer.__name__ for answer in answers if is_stub(answer)]
+    stubs = [getattr(answer, "__name__", "one of them") for answer in answers if is_stub(answer)]
     if stubs:
         return NOT_ATTEMPTED + (f": {', '.join(stubs)}" if len(stubs) < len(answers) else "")
     for answer in answers:

@@ -271,7 +271,7 @@ def _plan(answer: Callable, lengths: list[int], budget: int, generator: torch.Ge
 
 def _examine_padding(batches: Plan, lengths: list[int], budget: int) -> None:
     padding = 1 - sum(lengths) / positions(batches, lengths)
-    how = "Make the chunks larger." if padding < 0.45 else "Do texts of similar length share a batch?"
+    how = "Do texts of similar length share a batch? If they are sorted by length, make the chunks larger."
     expect(padding <= 0.2, f"{padding:.1%} of your positions are padding; 20% is allowed. {how}")
     most = math.ceil(1.35 * sum(lengths) / budget) + 5
     full = f"{most} are allowed: fill each up to the budget, which may be reached exactly."

@@ -188,8 +188,8 @@ def _judge_sum(tensors: Sequence[torch.Tensor], inputs: torch.Tensor, returned: 
 _NOWHERE = (
     "no rank holds a finished sum. Is what `receive` returns written into the tensor? It does not fill its argument. "
     "A part from `tensor_split` is a view: `chunk.add_(..)` changes the tensor, `chunk = chunk + ..` does not. "
-    "If that is so, look at the numbers: in step s chunk rank - s leaves and rank - s - 1 arrives, both modulo "
-    "world_size, and s counts on in the second phase."
+    "If that is so, look at the numbers: to the right, in step s chunk rank - s leaves and rank - s - 1 comes, both "
+    "modulo world_size. What arrives is added in the first world_size - 1 steps; in the second phase, s counts on."
 )
 
 
@@ -457,8 +457,8 @@ class _Made(TorchDispatchMode):
 @check("Task 5, attention over a ring")
 def ring_attention(answer: Callable) -> None:
     # ranks, tokens, width, how large the scores are, what pushes them all below zero
-    cases = ((1, 5, 4, 1, 0), (3, 4, 8, 1, 0), (5, 8, 8, 1, 0), (4, 6, 4, 40, 0), (2, 7, 3, 1, 0), (16, 4, 4, 1, 0))
-    for ranks, tokens, width, sharpness, below in (*cases, (3, 4, 8, 1, 20)):
+    cases = ((1, 5, 4, 1, 0), (3, 4, 8, 1, 0), (5, 8, 8, 1, 0), (4, 6, 4, 160, 0), (2, 7, 3, 1, 0), (16, 4, 4, 1, 0))
+    for ranks, tokens, width, sharpness, below in (*cases, (3, 4, 8, 1, 24)):
         torch.manual_seed(ranks)
         q, k, v = torch.randn(3, ranks, tokens, width)
         q, k = sharpness * q, k * torch.linspace(0.5, 2, ranks)[:, None, None]
@@ -523,16 +523,22 @@ def _judge_attention(out: object, rank: int, q: torch.Tensor, k: torch.Tensor, v
     if gives(""):
         return
     hints = {
-        "it holds inf or nan: did exp overflow (subtract the largest score so far), or is it 0/0 or inf - inf?": bool(
-            (~out.isfinite()).any()
+        "it holds inf or nan: did exp overflow (subtract the largest score so far, rescale by exp(old - new)), or "
+        "is it 0/0 or inf - inf (the largest score starts at -inf)?": bool((~out.isfinite()).any()),
+        "it is all zeros: did every exp underflow? The largest score starts at -inf.": bool((out == 0).all()),
+        "it sees this rank's keys only. Without a mask, all others come round the ring, in world_size - 1 steps.": (
+            gives("own")
         ),
-        "it sees this rank's keys only. The others come round the ring, in world_size - 1 steps.": gives("own"),
         "one block of keys is missing: with your own there are world_size of them.": gives("one missing"),
         "the scores are not divided by the root of the width.": gives("unscaled"),
         "each block subtracts its own largest score: bring all to one, the largest so far.": gives("alone"),
-        "you divide in every round: divide once, at the end.": gives("every round"),
+        "you divide in every round: divide once, at the end.": gives("every round", "and again"),
         "it is the mean of a softmax for each block. Add up the denominators too, and divide once.": gives("mean"),
-        "it is a sum that nobody has divided by the denominator.": gives("undivided"),
+        "it sees a neighbour's block again and again: pass on what came, not your own block.": any(
+            close(out, _attention(q[rank], k[o], v[o]), relative=1e-4)
+            for o in ([rank, *[(rank + turn) % ranks] * (ranks - 1)] for turn in (-1, 1))
+        ),
+        "it is a sum that nobody has divided by the denominator, the sum of all weights.": gives("undivided"),
         "when a larger score comes, rescale output and denominator by exp(old - new).": gives("kept", "out", "total"),
     }
     compare = "Compare it with softmax(q @ all_keys.T / width ** 0.5) @ all_values."
@@ -554,7 +560,7 @@ def _attention(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, fault:
         out = out * (1 if fault in ("kept", "out", "alone") else keep) + weights @ v
         total = total * (1 if fault in ("kept", "total", "alone") else keep) + weights.sum(1, True)
         highest = higher
-        out = out / total if fault == "every round" else out
+        out = out / total if fault in ("every round", "and again") else out
     if fault == "mean":
         return sum(softmaxes) / len(keys)
     return out if fault in ("undivided", "every round") else out / total
