@@ -1,6 +1,6 @@
 ## make lab          open the course in JupyterLab; the first call sets up .venv
 ## make test         run every test and notebook (pytest --nbval)
-## make check        run only the notebooks and tests that a change can have touched
+## make check        run only the notebooks and tests that a change may have touched
 ## make refresh      run changed notebooks again, or those named in ARGS="...", and store their outputs
 ## make doubt        plant small faults in lessons and count what catches them: a claim, the comparison, or nothing
 ## make exercises    generate the exercises from the solutions

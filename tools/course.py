@@ -34,7 +34,7 @@ SENTENCES = {  # by what a failed step said
     "download.pytorch.org": "PyTorch's own index cannot be reached: go online, or set TORCH_BACKEND=registry",
     "connect|dns error|sending request|timed out|proxy|distribution found for uv": "The package registry cannot be "
     "reached: go online (a proxy goes into HTTPS_PROXY, a mirror into PIP_INDEX_URL and UV_DEFAULT_INDEX)",
-    "ensurepip|no module named venv": "This Python cannot make environments: install uv or python3-venv",
+    "ensurepip|no module named venv": "This Python cannot create virtual environments: install uv or python3-venv",
     "": "The set-up failed: mend what is said above",
 }
 
@@ -83,7 +83,7 @@ def install(pip, work):
     probe = [*pip, "--dry-run", "--no-deps", "torch", *command[-4:]]
     if backend != "registry" and not ASKED and step(*command, "--offline"):
         if step(*probe, UV_HTTP_RETRIES="0", UV_HTTP_TIMEOUT="5", UV_HTTP_CONNECT_TIMEOUT="5"):
-            print("  PyTorch's own index cannot be reached: taking the registry's, on Linux with CUDA.", flush=True)
+            print("  PyTorch's own index cannot be reached: taking the registry's (on Linux, with CUDA).", flush=True)
             backend = "registry"
     if backend == "registry":
         command = [*pip, "-r", "requirements.txt", "-c", LOCK]
@@ -143,7 +143,7 @@ def main(command, *arguments):
     except OSError as error:
         need(str(error))
     except KeyboardInterrupt:
-        sys.exit("Stopped: the same command begins again.")
+        sys.exit("Stopped: run the same command to begin again.")
 
 
 if __name__ == "__main__":

@@ -93,7 +93,7 @@ def precision() -> str:
         if "speedup" in row:
             run = row["task"].removeprefix("a training step of "), row["where"]
             steps.setdefault(run, {})[row["dtype"]] = row["verdict"].replace(" faster", "")
-    rows = ["| a training step of | bf16 against strict fp32 | TF32 against it | on |", "|---|---:|---:|---|"]
+    rows = ["| training step of | bf16 against strict fp32 | TF32 against strict fp32 | on |", "|---|---:|---:|---|"]
     for (task, where), said in steps.items():
         rows.append(f"| {task} | {said.get('bf16', 'not run')} | {said.get('tf32', '')} | {where} |")
     return "\n".join(rows)
@@ -114,25 +114,25 @@ def results_page() -> str:
         "",
         "Made by `python tools/readme.py` from the files in this folder, which `python -m benchmarks` writes.",
         "",
-        "In brackets stands, after a time, the middle half of its samples; after a factor, an interval for the "
+        "The brackets hold, after a time, the middle half of its samples; after a factor, an interval for the "
         "median of the paired speed-ups; after the cost of measuring, the smallest and the largest of its repeats. "
-        "Compare the rungs of a ladder by the factors, which are of pairs timed in turns: what is per second, and "
-        "the share, are of their own moment. The share is of a matrix product in bf16 where bf16 is fast, for fp32 "
-        "rungs too, and on a ladder padding counts as no work; the product is measured just before and after the "
-        "rung. Where two shares stand, the first is of the data sheet's peak. The loss is the one after a few steps "
-        "on the same few samples. A single number for memory is the prediction: a CPU measures none.",
+        "Compare the rungs of a ladder by the factors, which come from pairs timed in turns: rates per second and "
+        "shares come from a rung's own moment. The share is of a matrix product in bf16 where bf16 is fast, for fp32 "
+        "rungs too; on a ladder, padding does not count as work; the product is measured just before and after the "
+        "rung. Where two shares stand, the first is of the data sheet's peak. The loss is that after a few steps "
+        "on the same few samples. A single number for memory is the prediction: on a CPU, memory is not measured.",
         "",
         "On the ladder to an accuracy, the seconds are computed: the median of the steps that three seeds took, "
-        "times the seconds of a step at its own moment, without validation: compare rungs by the factors. Its "
-        "brackets show how the seeds differ, not the clock; the first rungs change the system alone and take over "
-        "the start's steps, so theirs have next to no width.",
+        "times the seconds of a step at its own moment, without validation. Compare rungs by the factors. Their "
+        "brackets show how the seeds vary, not how the clock does; the first rungs change only the system and reuse "
+        "the start's steps, so their intervals have next to no width.",
         "",
-        "A run is marked as noisy where other work took more than half the cores, or where one rate of a matrix "
-        "product, before or after the run, was more than 1.15 times the other; and where several notebooks ran at "
+        "A run is marked noisy where other work took more than half the cores, or where one of the rates of a matrix "
+        "product before and after the run was more than 1.15 times the other, or where several notebooks ran at "
         "once, as on the H200. (Those were run by an earlier script, with a shorter time limit. It went on after a "
-        "cell that failed, and named only some of these.) A product that was measured once, around a short run, "
-        "cannot show drift. On the ladders of the H200, batches that workers had prepared during the other's turn "
-        "were used inside the clock, which can make the first two rungs look faster than they are.",
+        "cell that failed, and named only some failures.) A product that was measured only once, for a short run, "
+        "cannot show drift. On the H200's ladders, batches that workers had prepared during the other rung's turn "
+        "were used inside the timed part, which can make the first two rungs look faster than they are.",
     ]
     files = {path.stem: load(path) for path in FOLDER.glob("*.json")}
     order = lambda file: (next(iter(files[file].values()))["stamp"]["device"] != "cuda", file)  # noqa: E731
@@ -197,7 +197,7 @@ def _dtype(row: dict) -> str:
 def _ladder_table(rows: list[dict]) -> list[str]:
     lines = [
         "| rung | per second | against strict fp32 | against TF32 | peak memory, predicted / measured "
-        "| of the data sheet / of the measured product | still trains |",
+        "| share of the data sheet / of the measured product | still trains |",
         "|---|---:|---:|---:|---:|---:|---|",
     ]
     batch = rows[0].get("settings", {}).get("batch")
