@@ -2,7 +2,7 @@
 
 A claim can fail: it compares what was run, counted or read here with something from elsewhere (a closed formula,
 another implementation, a library, a published figure). And it is deterministic: it holds on any machine, under load,
-on a CPU or a GPU. Clocks are not claimed.
+on a CPU or a GPU. No claim depends on a clock.
 """
 
 import torch
@@ -57,7 +57,7 @@ def claim_close(text: str, observed: object, expected: object, *, rtol: float = 
 
 
 def claim_between(text: str, observed: float, low: float, high: float) -> None:
-    """Claim that low <= observed <= high; a margin for figures that differ between machines in late digits."""
+    """Claim that low <= observed <= high; a margin for figures whose last digits differ between machines."""
     claim(text, bool(low <= observed <= high), expected=f"between {low:g} and {high:g}", observed=observed)
 
 

@@ -1,4 +1,4 @@
-"""What a machine may lack, found or replaced: torch.compile's compiler, its cache folder, 16-bit products."""
+"""What a machine may lack, found or replaced: torch.compile's compiler, its cache folder, 16-bit matrix products."""
 
 import atexit
 import contextlib
@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from speedlab import machine
 
-# torch's key of a compiled graph leaves out the instruction set that its code was written for. With another (after
-# ATEN_CPU_CAPABILITY=avx2, or on another processor) that code, compiled anew, writes beyond its arrays.
+# torch's cache key of a compiled graph omits the instruction set that its code is for. On a different one (after
+# ATEN_CPU_CAPABILITY=avx2, or on a different processor), that code, when recompiled, writes beyond its arrays.
 torch.compiler.config.cache_key_tag += torch.backends.cpu.get_cpu_capability()
 # Room that torch.compile's cache needs: kernels are small, but the precompiled header of one compiler takes 160 MB.
 _CACHE_ROOM = 2**28
@@ -31,10 +31,10 @@ NO_COMPILER = (
 
 @functools.cache
 def compiler(kind: str | None = None) -> str | None:
-    """The compiler of torch.compile's own backend that works here: 'g++', 'clang++', 'cl', 'Triton'; None: none does.
+    """The compiler that torch.compile's own backend can use here: 'g++', 'clang++', 'cl', 'Triton', or None.
 
-    `kind` is 'cpu' or 'cuda'; by default `machine.device()` decides. The compiler is tried on a function of one line,
-    because one that is found may still lack a header or a linker: seconds the first time, a moment once that kernel
+    `kind` is 'cpu' or 'cuda'; by default `machine.device()` decides. The compiler is tried on a one-line function,
+    because one that exists may still lack a header or a linker. That takes seconds at first, a moment once the kernel
     is in the cache, whose folder is checked first (see `compile_cache`). `NO_COMPILER` is the sentence for None.
     """
     compile_cache()
@@ -43,9 +43,9 @@ def compiler(kind: str | None = None) -> str | None:
         from torch._inductor import config
         from torch._inductor.cpp_builder import get_cpp_compiler
 
-        # looked for before the trial, which would succeed without one where the cache has its kernel
+        # looked for before the trial, which would succeed without a compiler if its kernel is in the cache
         name = "Triton" if kind == "cuda" else Path(get_cpp_compiler()).stem
-        # a pool of compiling workers would stay behind; on a GPU, the first compilation warns that TF32 is off
+        # a pool of compile workers would be left running; on a GPU, the first compilation warns that TF32 is off
         with config.patch(compile_threads=1), warnings.catch_warnings(action="ignore"):
             torch.compile(lambda x: x * 2 + 1)(torch.ones(8, device=kind))
     except Exception:  # whatever a missing compiler, header or linker makes of it
@@ -57,10 +57,10 @@ def compiler(kind: str | None = None) -> str | None:
 def compile_cache() -> str:
     """Make sure that torch.compile can write its cache, and say where that is, in words that name no path.
 
-    Call it before anything imports torch._dynamo, which fails without that folder. One that cannot be written, or
+    Call it before anything imports torch._dynamo, which fails without that folder. A folder that is not writable, or
     whose disk is full, is replaced by a temporary folder until this process ends; child processes inherit it.
     """
-    # torch's own default, without importing the part of torch that fails to import where it cannot make this folder
+    # torch's own default, without importing the part of torch whose import fails if it cannot make this folder
     usual = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or Path(tempfile.gettempdir(), f"torchinductor_{_user()}")
     try:
         Path(usual).mkdir(parents=True, exist_ok=True)
@@ -73,8 +73,8 @@ def compile_cache() -> str:
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
         return (
-            f"a temporary one, because the usual one cannot be written ({error.strerror}); what is compiled is gone "
-            "when this process ends. Free its disk, or set TORCHINDUCTOR_CACHE_DIR to a folder that you may write"
+            f"a temporary one, because the usual one cannot be written ({error.strerror}); compiled code is lost "
+            "when this process ends. Free space on its disk, or set TORCHINDUCTOR_CACHE_DIR to a writable folder"
         )
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(usual)
     return "the usual one (TORCHINDUCTOR_CACHE_DIR names another)"
@@ -83,12 +83,12 @@ def compile_cache() -> str:
 def _user() -> str:
     try:
         return re.sub(r'[\\/:*?"<>|]', "_", getpass.getuser())
-    except (KeyError, ImportError, OSError):  # a container may run as a number without a name
+    except (KeyError, ImportError, OSError):  # a container may run under a user id without a name
         return f"uid_{os.getuid()}" if hasattr(os, "getuid") else "unknown_user"
 
 
 def half_products(where: torch.device | str = "cpu") -> contextlib.AbstractContextManager:
-    """Make 16-bit training affordable on a CPU that has no hardware for it; `where` is the device that trains.
+    """Make 16-bit training affordable on a CPU that has no hardware for it; `where` is the training device.
 
     Inside it, matrix products, convolutions and attention on bf16 or fp16 CPU tensors are computed in fp32, rounded
     once to the 16-bit type, as matrix hardware does (exact products, fp32 sums). Numbers, dtypes and what autograd

@@ -17,7 +17,7 @@ from speedlab import machine
 from speedlab.display import Table, Tabular, bytes_text, table
 
 _DTYPE_NAMES = {dtype: name for name, dtype in machine.DTYPES.items()}
-# Operations of PyTorch whose names begin so launch nothing.
+# PyTorch operations whose names begin like this launch nothing.
 ALLOCATIONS = ("_unsafe_view", "empty", "new_empty")
 
 
@@ -41,16 +41,16 @@ def flops(work: Callable[[], object]) -> int:
 
 @functools.cache
 def formulas() -> dict[object, Callable[..., int]]:
-    """FLOPs of an operation from its arguments and `out_val`: torch's own formulas, and what some versions lack.
+    """FLOPs of an operation from its arguments and `out_val`: torch's formulas, and those that some versions lack.
 
-    That is a CPU's fused attention (2.11), the groups of a convolution's weight gradient, and recurrent layers.
+    These are a CPU's fused attention (2.11), the groups of a convolution's weight gradient, and recurrent layers.
     """
     from torch.utils.flop_counter import flop_registry as given
 
     aten, whole = torch.ops.aten, given[torch.ops.aten.convolution_backward]
     backward_on_cpu = aten._scaled_dot_product_flash_attention_for_cpu_backward
     of_weight = lambda a, out: whole(*a[:10], [False, a[10][1], False], out_val=out)  # noqa: E731
-    # each weight once per token; a CPU's biases stand behind two weights, and may be zeros of the same size
+    # each weight once per token; on a CPU, biases follow the two weights, and may be zeros of the same size
     recurrent = lambda x, weights: x.numel() // x.shape[-1] * sum(w.numel() for w in weights if w.dim() == 2)  # noqa: E731
     return {
         **given,
@@ -69,8 +69,8 @@ def formulas() -> dict[object, Callable[..., int]]:
 def operations(work: Callable[[], object]) -> Counter[tuple[str, str, str]]:
     """Count the operations that `work()` runs, forward and backward: {(name, dtypes taken, dtype given): times}.
 
-    Names are PyTorch's own, without `aten::`; a cast is `_to_copy`. On a GPU each is a launch of a kernel or a few.
-    Views (a transpose, a slice) and allocations launch nothing and are left out. Lists show no dtype taken.
+    Names are PyTorch's own, without `aten::`; a cast is `_to_copy`. On a GPU, each launches one kernel or a few.
+    Views (a transpose, a slice) and allocations launch nothing and are left out. Lists show no input dtype.
     """
     with _Operations() as seen:
         work()
@@ -118,8 +118,8 @@ class Saved(Tabular):
 def saved_bytes(forward: Callable[[], object], model: nn.Module) -> Saved:
     """Count what autograd keeps for backward while `forward()` runs, each storage once.
 
-    The storages of `model`'s own parameters and buffers are left out, also where a transposed view of one is kept.
-    The cast copies that autocast makes of the weights are counted: they are new memory. Inputs that are kept count.
+    The storages of `model`'s own parameters and buffers are left out, even where a transposed view of one is kept.
+    The cast copies that autocast makes of the weights are counted: they are new memory. Saved inputs count too.
     """
     own = _storages((*model.parameters(), *model.buffers()))
     held: dict[int, tuple[torch.Tensor, str, int]] = {}
@@ -156,7 +156,7 @@ class StateBytes:
 def state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> StateBytes:
     """Bytes of parameters, gradients, optimizer state and buffers, as they are now (after a step, all are there).
 
-    Of what is sharded (FSDP, DTensor), this process's part is counted; of optimizer state, no lists (LBFGS's).
+    Of sharded tensors (FSDP, DTensor), only this process's part is counted; lists in optimizer state (LBFGS) are not.
     """
     parameters = list(model.parameters())
     states = [] if optimizer is None else optimizer.state.values()
@@ -180,7 +180,7 @@ def predict_peak_memory(
 
     `build()` returns a model, its optimizer and a function that does one training step; it is called under fake
     tensors, so it must create everything itself and must not look at values (`.item()`, data-dependent branches).
-    Two steps are needed: the optimizer's state exists from the end of the first one on. A step may call the model
+    Two steps are needed: the optimizer's state exists only once the first one has ended. A step may call the model
     several times (gradient accumulation). torch's MemTracker counts tensors; a GPU's allocator reserves more.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -191,7 +191,7 @@ def predict_peak_memory(
         tracker = MemTracker()
         tracker.track_external(model, optimizer)
         tracker.memory_tracking.values = tuple  # else each operation looks through the peaks of all modules
-        # a step may call the model several times; of all hooks, those that are registered first run first
+        # a step may call the model several times; the hooks that are registered first run first
         fresh = lambda module, _: tracker.reset_mod_stats() if module is model else None  # noqa: E731
         with nn.modules.module.register_module_forward_pre_hook(fresh), tracker:
             for _ in range(steps):

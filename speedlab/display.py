@@ -1,7 +1,7 @@
-"""What a cell shows beside prose: lines and tables, measured or exact, and words that others wrote.
+"""What a cell shows besides prose: lines and tables, measured or exact, and words that others wrote.
 
 A figure that a clock, an allocator or a random machine made is shown by `measured` or by a `Table` with
-`measured=True`: the test compares its labels and leaves its values alone. So such a value must be one: a number with
+`measured=True`: the test compares its labels and leaves its values alone. So it must really be a value: a number with
 its unit and spread, or a verdict of a fixed vocabulary. A conclusion in free words would always pass, and is refused.
 Everything else that a cell prints is compared as it stands.
 """
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from html import escape
 
 MARK = "[measured]"
-# Beside their text, claims and these displays carry a type of their own, which no print imitates.
+# Besides their text, claims and these displays carry a MIME type of their own, which no print can imitate.
 CLAIM = "application/vnd.speedlab.claim+json"
 MEASURED = "application/vnd.speedlab.measured+json"
 QUOTED = "application/vnd.speedlab.quoted+json"
@@ -41,7 +41,7 @@ _CONCLUSION = re.compile(r"faster|slower|quicker|better|worse|\bwins?\b|\bloses?
 
 
 def measured(label: str, value: object, *, guess: object = None) -> None:
-    """Show one measured value: `[measured] label: value`. The label holds no colon; it is what the test compares.
+    """Show one measured value: `[measured] label: value`. The test compares the label, which must hold no colon.
 
     `value` is a number, a timing, a ratio, or words of the fixed vocabulary (see `unmeasured_word`); `guess` is what
     the reader predicted, shown beside it.
@@ -55,7 +55,7 @@ def measured(label: str, value: object, *, guess: object = None) -> None:
 def quoted(label: str, text: object, *, always: str) -> None:
     """Show words of a library, a compiler or a data set that differ from machine to machine, as they stand.
 
-    `always` is the part that is in them everywhere: it is looked for here, and it is what the test compares.
+    `always` is the part that they contain on every machine: it is checked here, and it is what the test compares.
     """
     words = _one_line(text)
     if not always or always not in words:
@@ -64,7 +64,7 @@ def quoted(label: str, text: object, *, always: str) -> None:
 
 
 def unmeasured_word(text: str) -> str | None:
-    """The first word of `text` that is neither a number with a unit nor of the fixed vocabulary; None: there is none.
+    """The first word of `text` that is neither a number with a unit nor in the fixed vocabulary, or None.
 
     `not run here: …` may give any reason that draws no conclusion. An empty text is a cell with nothing in it.
     """
@@ -90,7 +90,7 @@ def emit(text: str, kind: str, content: dict) -> None:
 
 
 class Tabular:
-    """Something that a notebook shows as the table that its method `table()` makes."""
+    """Something that a notebook shows as a table, the one that its method `table()` returns."""
 
     table: Callable[[], "Table"]
 
@@ -110,7 +110,7 @@ class Table:
 
     `columns` name the columns; the first one is the row's label. With `measured=True` the test compares the
     caption, the columns and the rows' labels, and leaves the other cells alone; they hold what `measured` may show.
-    `stamp=True` is the same for a description of a machine, whose names and versions are free.
+    `stamp=True` does the same for a description of a machine, whose names and versions may be anything.
     """
 
     columns: tuple[str, ...]
@@ -124,7 +124,7 @@ class Table:
         if wrong:
             raise ValueError(
                 f"A table row has {len(wrong[0])} cells, but there are {len(self.columns)} columns: "
-                f"{wrong[0]!r}. Give every row one cell a column."
+                f"{wrong[0]!r}. Give every row one cell per column."
             )
         if self.measured:
             for row in self.rows:
@@ -165,7 +165,7 @@ class Table:
 
 
 def table(columns: list[str], rows: list[tuple], caption: str = "", measured: bool = False) -> Table:
-    """A `Table` from plain lists; a measured yes or no is written as such."""
+    """A `Table` from plain lists; a measured True or False is written as yes or no."""
     cells = (tuple(map(_yes_or_no, row)) if measured else tuple(row) for row in rows)
     return Table(tuple(columns), tuple(cells), caption, measured)
 
@@ -198,7 +198,7 @@ def _measured_text(label: object, value: object) -> str:
         raise ValueError(
             f"The measured value {text!r} of {_one_line(label)!r} holds {word!r}, which is neither a number with a "
             "unit nor a word of the fixed vocabulary (speedlab/display.py). Show the number, let `compare` give "
-            "the verdict; words that a library wrote go to `quoted`; what is the same everywhere is printed."
+            "the verdict, show a library's words with `quoted`, and print what is the same everywhere."
         )
     return text
 

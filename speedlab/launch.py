@@ -2,7 +2,7 @@
 
 `python -m torch.distributed.run --standalone` starts them, each as this file, which runs the given script. They hold
 one end of a pipe: the other closes when the caller dies, and each then ends itself and what it started. On Linux they
-are copies of torchrun, which has imported torch by then, unless they may see a GPU, which a copy could not use.
+are forked copies of torchrun, which has imported torch by then, unless they may see a GPU, which a copy cannot use.
 """
 
 import atexit
@@ -30,7 +30,7 @@ _PIPE = "SPEEDLAB_LAUNCH_PIPE"
 
 @dataclass(frozen=True)
 class Launched:
-    """What the ranks of one launch printed, by rank, and the seconds it took, the start of Python included."""
+    """What the ranks of one launch printed, by rank, and the seconds it took, including the start of Python."""
 
     outputs: tuple[str, ...]
     errors: tuple[str, ...]
@@ -53,12 +53,12 @@ def run(
     environment: Mapping[str, str] | None = None,
     options: Sequence[str] = (),
 ) -> Launched:
-    """Run `script` on so many processes, as torchrun does, and return what each of them printed.
+    """Run `script` on that many processes, as torchrun does, and return what each of them printed.
 
     The processes see the machine's GPUs where there is one for each, and none otherwise: the script takes NCCL if
-    `torch.cuda.is_available()`, else gloo, where torchrun waits on after `os._exit(0)`. `environment` is added to
+    `torch.cuda.is_available()`, else gloo, where torchrun still waits after `os._exit(0)`. `environment` is added to
     theirs, `options` go to torchrun. After `timeout` seconds, or at an interrupt, all are ended. Raises LaunchError,
-    the traceback of the rank that failed first on top, and ValueError for a missing script, or no positive number.
+    the traceback of the rank that failed first on top, and ValueError for a missing script or a number not above 0.
     """
     script = Path(script).resolve()
     if not script.is_file():
@@ -68,7 +68,7 @@ def run(
     environment = _environment(processes) | dict(environment or {})
     copied = sys.platform == "linux" and environment.get("CUDA_VISIBLE_DEVICES") == ""
     with tempfile.TemporaryDirectory(prefix="speedlab-", ignore_cleanup_errors=True) as folder:
-        # torch's Windows builds have no libuv, which torchrun's own meeting point needs: there, it is a file
+        # torch's Windows builds have no libuv, which torchrun's own meeting point needs: there, a file replaces it
         in_a_file = ["--rdzv-conf=store_type=file", f"--rdzv-endpoint={folder}/met", "--rdzv-id=here"]
         meeting = ["--rdzv-backend=c10d", *in_a_file] if sys.platform == "win32" else ["--standalone"]
         command = [
@@ -89,7 +89,7 @@ def run(
     if code is None:
         head = f"{script.name} on {processes} processes had not ended after {timeout:g} s; all of them were stopped."
     elif root is None and (code < 0 or "SignalException" in said):
-        head = f"The launcher of {script.name} was ended by a signal ({code}), and all that it had started."
+        head = f"The launcher of {script.name} was ended by a signal ({code}), and so was all it had started."
     elif root is None:
         raise LaunchError(f"{script.name} was not started. The launcher says:\n{said.strip()}", None, launched)
     else:
@@ -105,7 +105,7 @@ def _environment(processes: int) -> dict[str, str]:
     from speedlab import machine
 
     environment = {
-        # all ranks are on this machine: by its own interface they find each other, whatever its name resolves to
+        # all ranks are on this machine: they find each other through its loopback, whatever its name resolves to
         "GLOO_SOCKET_IFNAME": {"linux": "lo", "darwin": "lo0"}.get(sys.platform, ""),
         "TORCH_DIST_INIT_BARRIER": "1",  # a rank that is done at once waits until the others have connected to it
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1" if sys.platform == "win32" else "",
@@ -119,7 +119,7 @@ def _environment(processes: int) -> dict[str, str]:
 
 
 def _finish(command: list[str], environment: dict[str, str], sink: object, deadline: float) -> int | None:
-    """Run torchrun and return its exit code, None if time ran out. Leaving, in any way, ends all that it started."""
+    """Run torchrun and return its exit code, None if time ran out. However this ends, it ends all that it started."""
     theirs, ours = os.pipe()
     launcher = subprocess.Popen(
         command,
@@ -211,6 +211,6 @@ def _rank(script: str, arguments: list[str]) -> int:
 
 if __name__ == "__main__":
     ended = _rank(sys.argv[1], sys.argv[2:])
-    # Python's own shutting down is left out, and a copy is spared it: DDP keeps the group's threads alive, and one
+    # Python's own shutdown is skipped, and a copy is spared it: DDP keeps the group's threads alive, and one
     # that lets go of a tensor meanwhile aborts the process (pytorch 190489). torchrun waits for a copy's return.
     sys.exit(ended) if _COPY else os._exit(ended)

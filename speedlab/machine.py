@@ -1,7 +1,7 @@
 """What this machine can do: device, cores, instruction sets, dtypes that are fast here, measured peaks.
 
 The machine description is the package's only global state. It is found by looking and by small probes, never
-by name alone: a dtype that the hardware lacks is not slow, it takes a hundred times as long.
+by name alone: a dtype that the hardware lacks is not merely slow but takes a hundred times as long.
 """
 
 import functools
@@ -23,7 +23,7 @@ import torch
 from speedlab.display import Table, Tabular
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
-# A dtype is fast here if a small product in it takes at most this many times the fp32 one.
+# A dtype is fast here if a small matrix product in it takes at most this many times as long as in fp32.
 FAST = 3.0
 _PROBE_SIZE = 256
 _PACKAGES = ("torch", "torchvision", "lightning", "transformers")
@@ -35,7 +35,7 @@ _ISA = ("amx_bf16", "amx_fp16", "avx512_bf16", "avx512_fp16", "avx512_f", "avx2"
 class Machine(Tabular):
     """What `describe` found. `fast` holds the dtypes whose product was at most `FAST` times slower than fp32's.
 
-    `busy` is the share of all cores' time that went to other work while it looked.
+    `busy` is the share of all cores' time that went to other work while `describe` ran.
     """
 
     device: str
@@ -111,7 +111,7 @@ def seed_everything(seed: int) -> torch.Generator:
 
 @functools.cache
 def probe() -> dict[str, float]:
-    """How many times longer than fp32's a small square product takes in each dtype, on `device()`.
+    """The time of a small square matrix product in each dtype on `device()`, as a multiple of the time in fp32.
 
     The probe is tiny on purpose: where the hardware lacks a dtype, a large product would not return. On a CPU it
     counts the processor time of one thread, so that the answer is the same on a busy machine.
@@ -119,7 +119,7 @@ def probe() -> dict[str, float]:
     where = device()
     threads = torch.get_num_threads()
     if where.type == "cuda":
-        # a GPU needs a larger product before its matrix units, not its launches, decide
+        # on a GPU, the product must be larger for its matrix units, not its launches, to set the time
         size, clock = 2048, synchronised_clock(where)
     else:
         fine = time.get_clock_info("thread_time").resolution < 1e-6
@@ -160,7 +160,7 @@ def copy_bandwidth() -> float:
 
 
 def _product(dtype: str, size: int) -> Callable[[], torch.Tensor]:
-    # random, as zeros and ones draw less power and can run faster than real data; the caller's draws stay as they are
+    # random, as zeros and ones draw less power and can run faster than real data; the caller's random state is kept
     a = torch.randn(size, size, device=device(), generator=torch.Generator(device())).to(DTYPES[dtype])
     return lambda: a @ a
 

@@ -2,7 +2,7 @@
 
 Times are shown with their spread and stamped with the machine; they never decide whether a test passes.
 `torch.utils.benchmark.Timer` times one statement well, but it runs each variant to its end before the next begins
-and sets the threads to one; so the interleaving here is our own.
+and sets the number of threads to one; so the interleaving here is our own.
 """
 
 import gc
@@ -21,7 +21,7 @@ from speedlab.display import Table, Tabular, seconds_text, table
 _SAMPLE_SECONDS = 5e-3
 _PATIENCE_SECONDS = 5.0
 _CONFIDENCE, _LEAST_CONFIDENCE = 0.95, 0.9
-# With five pairs even the widest interval, from the smallest to the largest, has only 94%.
+# With five pairs even the widest interval, from the smallest to the largest, has a confidence of only 94%.
 _FEWEST = 6
 # Two variants whose interval lies this close to 1 are the same for every purpose of this course.
 _SAME = 0.05
@@ -54,7 +54,7 @@ class Ratio:
 
     @property
     def verdict(self) -> str:
-        """`same` with the interval within 5% of 1, else `faster` or `slower` where it leaves out 1; or `noisy`."""
+        """`same` if the interval is within 5% of 1, else `faster` or `slower` if it excludes 1, else `noisy`."""
         sure = self.confidence >= _LEAST_CONFIDENCE
         if sure and self.low >= 1 / (1 + _SAME) and self.high <= 1 + _SAME:
             return "same"
@@ -73,9 +73,9 @@ class Ratio:
 
 @dataclass(frozen=True, repr=False)
 class Comparison(Tabular):
-    """What `compare` measured: a timing a variant, and its ratio to the baseline, pair by pair.
+    """What `compare` measured: one timing per variant, and its ratio to the baseline, pair by pair.
 
-    `names` holds all variants in the order they were given, also those in `not_run`, with the reason.
+    `names` holds all variants in the order they were given, including those in `not_run`, which gives the reasons.
     """
 
     names: tuple[str, ...]
@@ -119,7 +119,7 @@ def compare(
     later would look slower than it is. Each variant is called twice to warm up. After `min_rounds` rounds, and each
     time their number has doubled, the ratios are looked at: sampling ends once each is clearly faster, slower or the
     same within 5%, or when `seconds`, the budget over all variants, is spent (SPEEDLAB_SECONDS in the environment
-    lowers it, and lets any round be the last). A sentence in place of a function is why this machine leaves it out.
+    lowers it, and lets any round be the last). A sentence in place of a function says why it is not run here.
     """
     names = tuple(variants)
     not_run = {name: step for name, step in variants.items() if isinstance(step, str)}
@@ -129,7 +129,7 @@ def compare(
     if min(min_rounds, max_rounds) < 1 or seconds <= 0:
         raise ValueError(f"{min_rounds} and {max_rounds} rounds and seconds={seconds} must all be positive.")
     if len(names) > 1 and min(min_rounds, max_rounds) < _FEWEST:
-        raise ValueError(f"A 95% interval needs {_FEWEST} rounds at least; make min_rounds and max_rounds as many.")
+        raise ValueError(f"A 95% interval needs {_FEWEST} rounds at least; raise min_rounds and max_rounds to that.")
     brief = os.environ.get("SPEEDLAB_SECONDS")
     seconds, fewest = min(seconds, float(brief or "inf")), 1 if brief else min_rounds
     clock = machine.synchronised_clock(machine.device())
@@ -137,7 +137,7 @@ def compare(
     samples: dict[str, list[float]] = {name: [] for name in variants}
     ratios: dict[str, Ratio] = {}
     begin, looks, next_look = clock(), 0, min_rounds
-    # in a notebook, tqdm does not look at this variable of its own
+    # in a notebook, tqdm does not look at this variable by itself
     quiet = os.environ.get("TQDM_DISABLE") == "1"
     shown = {"delay": _PATIENCE_SECONDS, "desc": "measuring", "leave": False, "unit": "round", "disable": quiet}
     with tqdm(total=max_rounds, **shown) as bar:
@@ -160,7 +160,7 @@ def ratio(pairs: Sequence[float], confidence: float = _CONFIDENCE) -> Ratio:
 
     The interval from the k-th smallest to the k-th largest of n values holds the true median with probability
     1 - 2·P(Binomial(n, 1/2) < k), whatever their distribution (David and Nagaraja, Order Statistics, section 7.1).
-    With few pairs the widest interval may have less; `Ratio.confidence` is what it really has.
+    With few pairs the widest interval may have less confidence; `Ratio.confidence` is what it really has.
     """
     values, n = sorted(pairs), len(pairs)
 
@@ -172,7 +172,7 @@ def ratio(pairs: Sequence[float], confidence: float = _CONFIDENCE) -> Ratio:
 
 
 def _look(samples: dict[str, list[float]], looks: int) -> dict[str, Ratio]:
-    """The ratios to the first variant, after so many earlier looks.
+    """The ratios to the first variant, after `looks` earlier looks.
 
     Looking again and again finds a difference sooner or later where there is none, so the looks share the 5%: the
     first takes what six pairs cost (2/2⁶), each later one half of what is left (alpha spending, Lan and DeMets 1983).
@@ -193,7 +193,7 @@ def _factor(value: float) -> str:
 
 
 def sample(step: Callable[[], object], repeats: int, clock: Callable[[], float]) -> float:
-    """Seconds per call over so many calls, by a clock that waits for the device."""
+    """Seconds per call, averaged over `repeats` calls, by a clock that waits for the device."""
     # a collection in the middle of one sample would be charged to that variant alone
     collecting = gc.isenabled()
     gc.disable()

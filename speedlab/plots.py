@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from speedlab.measure import Comparison
 
-# Okabe and Ito's palette, which readers with any colour vision tell apart.
+# Okabe and Ito's palette, whose colours readers with any kind of colour vision can tell apart.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#999999", "#F0E442")
 HATCHES = ("", "//", "..", "xx", "\\\\", "++", "oo", "--")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
@@ -26,7 +26,7 @@ _STYLE = {
 
 
 def figure(width: float = 7.0, height: float = 3.2, columns: int = 1, rows: int = 1, **layout) -> tuple[Figure, Axes]:
-    """An empty figure in the house style, in inches; with several `columns` or `rows`, an array of axes."""
+    """An empty figure in the house style, its size in inches; with several `columns` or `rows`, an array of axes."""
     with matplotlib.rc_context(_STYLE):
         shown = Figure(figsize=(width, height), layout="constrained")
         return shown, shown.subplots(rows, columns, **layout)
@@ -83,7 +83,7 @@ def bars(
 
 
 def comparison(result: Comparison, title: str) -> None:
-    """Show a comparison's median times as bars with their middle halves; the verdicts stand in the names."""
+    """Show a comparison's median times as bars with their middle halves; the verdicts are in the labels."""
     scale, unit = (1e3, "ms") if max(t.median for t in result.timings.values()) < 1 else (1.0, "s")
     named = {
         name if name == result.baseline else f"{name}\n{result.ratios[name]}": timing

@@ -9,9 +9,9 @@ FOLDER = Path(__file__).resolve().parent.parent / "results"
 def recorded(section: str) -> list[dict]:
     """Every row of `section` in results/, GPUs first: what the benchmark wrote, and where and when it did.
 
-    To its own entries, among them `task` (what was done, in words), a row adds `machine` (words that tell the files
+    Besides its own entries, such as `task` (what was done, in words), a row has `machine` (words that tell the files
     apart), `device` ('cuda' or 'cpu'), `date`, `noisy`, `file` (its name without ending), `where`: machine, torch's
-    version, date and, if so, noisy, in one line. A row without a measurement says in `not_run` why there is none.
+    version, date and, if true, noisy, in one line. A row without a measurement says in `not_run` why there is none.
     """
     known = {path.stem: found[section] for path in FOLDER.glob("*.json") if section in (found := load(path))}
     names = {file: _name(found["stamp"]) for file, found in known.items()}
@@ -27,7 +27,7 @@ def recorded(section: str) -> list[dict]:
 
 
 def _name(stamp: dict) -> str:
-    """A GPU's name; of a processor also the cores and what it has for short numbers, since names are often vague."""
+    """A GPU's name; for a processor, also its cores and support for short formats, since names are often vague."""
     kinds = stamp["instructions"][:1]
     return ", ".join([stamp["machine"], *([f"{stamp['cores']} cores", *kinds] if stamp["device"] == "cpu" else [])])
 

@@ -1,4 +1,4 @@
-"""Things to move: a picture or a table that follows its controls, and that reads well where nothing can be moved."""
+"""Interactive views: a picture or a table that follows its controls, and still reads well where nothing can move."""
 
 import base64
 import html
@@ -15,7 +15,7 @@ SHOWN: "weakref.WeakSet[Explorer]" = weakref.WeakSet()
 
 
 class Explorer(ipywidgets.VBox):
-    """Controls above a view. Without a kernel, and in print, the view stands as it was with the default values."""
+    """Controls above a view. Without a kernel, and in print, the view stays as it was with the default values."""
 
     def __init__(self, render: Callable[..., tuple[str | Figure, str]], controls: dict[str, ipywidgets.Widget]):
         self._render, self.controls = render, controls
@@ -50,7 +50,7 @@ class Explorer(ipywidgets.VBox):
 
 
 def explore(render: Callable[..., tuple[str | Figure, str]], **controls: ipywidgets.Widget) -> Explorer:
-    """Show `render(**values)` under the given controls, again whenever one of them moves.
+    """Show `render(**values)` under the given controls, and update it whenever one of them moves.
 
     `render` gets the controls' values by name and returns a pair: HTML or a matplotlib Figure, and the same as plain
     text (for the figure: its alt text). A ValueError that it raises is shown as a sentence in the view.

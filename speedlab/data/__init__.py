@@ -57,7 +57,7 @@ class Images:
 def reviews(source: str | None = None, seed: int = 0) -> Reviews:
     """Movie reviews with labels.
 
-    `source` is 'generated' (2,000 + 1,000 sentences from a grammar, deterministic from the seed), 'rotten_tomatoes'
+    `source` is 'generated' (2,000 + 1,000 sentences from a grammar, determined by the seed), 'rotten_tomatoes'
     (10,662 real sentences, a fifth held out) or 'imdb' (50,000 real reviews, as split upstream). By default the
     environment variable SPEEDLAB_REVIEWS decides, else the scale: generated at `quick`, rotten_tomatoes at `full`.
     """
@@ -85,7 +85,7 @@ def images(source: str | None = None, size: int | None = None) -> Images:
     """Images with labels, float32, ready for the small or the real vision transformer.
 
     `source` is 'digits' (scikit-learn's handwritten digits, real, embedded; 32 × 32) or 'cifar10' (60,000 real
-    photographs, enlarged to 224 × 224 or to `size`, normalised as ImageNet's). By default the scale decides.
+    photographs, enlarged to 224 × 224 or to `size`, normalised like ImageNet's). By default the scale decides.
     """
     source = source or ("digits" if machine.scale() == "quick" else "cifar10")
     if source == "digits":
@@ -146,7 +146,7 @@ def _rotten_tomatoes() -> tuple[list[str], list[str]]:
         wrong = [(path, len(s)) for path, s in zip(unpacked, sentences, strict=True) if len(s) != _RT_LINES]
         if not wrong:
             return sentences[0], sentences[1]
-        print(f"{wrong[0][0]} holds {wrong[0][1]} whole sentences instead of {_RT_LINES}; using the archive instead.")
+        print(f"{wrong[0][0]} holds {wrong[0][1]} whole sentences, not {_RT_LINES}; using the archive instead.")
     with tarfile.open(fetch(ROTTEN_TOMATOES)) as archive:
         read = [archive.extractfile(f"rt-polaritydata/rt-polarity.{kind}").read() for kind in ("neg", "pos")]
     return _lines(read[0]), _lines(read[1])

@@ -18,7 +18,7 @@ class Archive:
 def folder() -> Path:
     """The data folder, which need not exist yet: SPEEDLAB_DATA, else `speedlab` in the user's cache folder.
 
-    Where that is missing and cannot be made, as in a home folder that is read-only, it is in Python's environment.
+    Where that is missing and cannot be created, as in a read-only home folder, it is in Python's environment.
     """
     if chosen := os.environ.get("SPEEDLAB_DATA"):
         return Path(chosen).expanduser()
@@ -33,16 +33,16 @@ def folder() -> Path:
 def fetch(archive: Archive, timeout: float = 30.0) -> Path:
     """The path of `archive` in the data folder, downloaded if it is not there with the right checksum.
 
-    Two processes never download at once; a failed download is tried twice more and leaves no part of a file.
+    Two processes never download at once; a failed download is tried twice more and leaves no partial file.
     `timeout` is how many seconds the network may be silent. Raises OSError with what is missing, where it belongs,
-    and what needs nothing.
+    and what needs no download.
     """
     import pooch
     from filelock import FileLock, Timeout
 
     place = folder() / archive.name
     try:
-        if _whole(place, archive):  # also in a folder that cannot be written
+        if _whole(place, archive):  # even if the folder cannot be written to
             return place
         place.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{place}.lock", timeout=20 * timeout):
@@ -51,9 +51,9 @@ def fetch(archive: Archive, timeout: float = 30.0) -> Path:
             known, urls = {archive.name: archive.sha256}, {archive.name: archive.url}
             store = pooch.create(place.parent, "", registry=known, urls=urls, retry_if_failed=2)
             progress = pooch.HTTPDownloader(progressbar=True, chunk_size=2**20, timeout=timeout)
-            pooch.get_logger().setLevel("WARNING")  # the progress bar tells of a download already
+            pooch.get_logger().setLevel("WARNING")  # the progress bar already shows a download
             store.fetch(archive.name, downloader=progress)
-            place.chmod(0o644)  # pooch leaves it to this user alone, but others may share the folder
+            place.chmod(0o644)  # pooch makes it readable by this user alone, but others may share the folder
     except Timeout:
         raise OSError(
             f"Another process has been fetching {archive.name} for {20 * timeout:.0f} s. "

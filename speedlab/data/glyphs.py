@@ -28,7 +28,7 @@ def _atlas() -> torch.Tensor:
     """Render every character in every font: float32 in [0, 1] of shape (fonts, characters, CELL, CELL).
 
     The unhinted outlines are filled by matplotlib's own renderer: hinting differs between FreeType versions,
-    and going past pyplot leaves the reader's backend and style settings without a say.
+    and bypassing pyplot makes the result independent of the reader's backend and style settings.
     """
     import matplotlib
     from matplotlib.backends.backend_agg import RendererAgg

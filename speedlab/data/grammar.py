@@ -23,7 +23,7 @@ def _table(text: str) -> list[str]:
 
 
 # Words of sentiment: for each kind the negative, then the positive ones. Verbs are base/third person/past.
-# No word behind an article starts with a vowel letter but a consonant sound, or the reverse ("useful", "hour"): see
+# No word after an article starts with a vowel letter but a consonant sound, or the reverse ("useful", "hour"): see
 # _articles.
 POLAR = {
     # fits a film as well as its script or its songs; takes "more" and "less"
@@ -202,7 +202,7 @@ NEUTRAL = {
     "hour": _table("afternoon, evening, morning, night"),
 }
 
-# For each construct, its share of the reviews and its patterns. The shares keep a bag of words, which cannot
+# For each construct, its share of the reviews and its patterns. The shares keep a bag-of-words model, which cannot
 # see what is negated or which clause decides, well above chance and well below a model that reads the order.
 CONSTRUCTS: dict[str, tuple[int, list[str]]] = {
     "plain": (70, [
@@ -376,7 +376,7 @@ _POLAR = POLAR | {"adj": tuple(POLAR["gradable"][p] + POLAR["short"][p] + POLAR[
 
 @functools.cache
 def _content(text: str) -> frozenset[str]:
-    """The words of a text that would read as a slip if they stood in it twice."""
+    """The words of a text that would read as a slip if they occurred in it twice."""
     return frozenset(re.findall(r"[^\W\d_]{4,}", text.lower()))
 
 
@@ -402,7 +402,7 @@ def expand(pattern: str, label: int, rng: random.Random) -> str:
 
 
 def _fitting(sentences: list[str], pattern: str) -> list[str]:
-    """The neutral sentences that cannot contradict a pattern: two running times, two places."""
+    """The neutral sentences that cannot contradict a pattern, as a second running time or place would."""
     taken = {slot[1] for slot in _SLOT.findall(pattern)}
     return [text for text in sentences if taken.isdisjoint(slot[1] for slot in _SLOT.findall(text))]
 
@@ -450,7 +450,7 @@ def generate(count: int, seed: int) -> list[tuple[str, int]]:
 
 
 def split(train: int, test: int, seed: int) -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
-    """Return a training and a test list of unique, balanced reviews; no review stands in both."""
+    """Return a training and a test list of unique, balanced reviews; no review is in both."""
     _check(train=train, test=test)
     rng, seen = random.Random(seed), set()
     return _draw(train, rng, seen), _draw(test, rng, seen)

@@ -15,7 +15,7 @@ from speedlab import machine
 from speedlab.data import download
 
 CHECKPOINTS = Path(__file__).parent / "checkpoints"
-# What loading a file raises that is missing, or cut off.
+# What loading raises when a file is missing or cut off.
 _UNREADABLE = (OSError, EOFError, RuntimeError, LookupError, pickle.UnpicklingError)
 _HUB_DISTILBERT = "distilbert-base-uncased"
 
@@ -53,7 +53,7 @@ def vit(size: str | None = None, *, pretrained: bool = True, num_classes: int = 
 def distilbert(size: str | None = None, *, pretrained: bool = True, num_labels: int = 2) -> nn.Module:
     """A DistilBERT for classification: `model(input_ids=tokens, attention_mask=mask).logits` is (B, K) for (B, T).
 
-    `size` is 'small' (3 layers, width 128; pretrained on generated reviews by masked words) or 'base'
+    `size` is 'small' (3 layers, width 128; pretrained on generated reviews by predicting masked words) or 'base'
     (distilbert-base-uncased). By default the scale decides.
     """
     from transformers import AutoConfig, AutoModelForSequenceClassification, DistilBertConfig

@@ -12,7 +12,7 @@ def size(said: str) -> int:
     """Bytes in `16GiB`, `800MB` or `1e9`."""
     found = re.fullmatch(r"([\d.]+(?:e\d+)?)\s*([KMGT]?)(i?)B?", said.strip(), re.I)
     if not found:
-        raise argparse.ArgumentTypeError(f"{said!r} is no size; write 16GiB or 800MB")
+        raise argparse.ArgumentTypeError(f"{said!r} is not a size; write it as 16GiB or 800MB")
     number, prefix, binary = found.groups()
     return int(float(number) * (1024 if binary else 1000) ** (" KMGT".index(prefix.upper() or " ")))
 
@@ -22,11 +22,11 @@ def main(arguments: list[str] | None = None) -> int:
         prog="python -m speedlab.diagnose", description="Say what bounds a training step."
     )
     parser.add_argument("place", metavar="file.py:function", help="a function without arguments that returns a Job")
-    parser.add_argument("--minutes", type=float, default=3.0, help="time for clocks, in all (3)")
-    parser.add_argument("--memory", type=size, help="the limit that the peak must keep, such as 16GiB")
-    parser.add_argument("--steps", type=int, help="the steps that you plan, to say how long they take")
-    parser.add_argument("--climb", action="store_true", help="apply what is advised to copies, prove and time it")
-    parser.add_argument("--out", type=Path, help="write a report there: .html or .json")
+    parser.add_argument("--minutes", type=float, default=3.0, help="minutes for timing, in total (default: 3)")
+    parser.add_argument("--memory", type=size, help="the memory limit for the peak, such as 16GiB")
+    parser.add_argument("--steps", type=int, help="the number of steps you plan, to say how long they take")
+    parser.add_argument("--climb", action="store_true", help="apply the advice to copies, prove and time each change")
+    parser.add_argument("--out", type=Path, help="write a report to this file: .html or .json")
     given = parser.parse_args(arguments)
     if not 0 <= given.minutes < float("inf") or (given.steps is not None and given.steps < 1):
         parser.error("--minutes must be 0 or more, and finite; --steps must be 1 or more")

@@ -35,7 +35,7 @@ from speedlab.diagnose.jobs import (
 from speedlab.diagnose.rules import LARGER, Device, advise, rounding
 from speedlab.measure import Comparison, compare
 
-# What a probe times beside the step with the loader: batches of the loader's and one of make_batch's, in memory.
+# What a probe times besides the step with the loader: batches from the loader and one from make_batch, in memory.
 HELD, SAME = "the loader's batches, held in memory", "the same batch again"
 # How far outputs and gradients may be off, relative to their norm: rounding in fp32, and in bf16's 8 bits.
 _EXACT, _HALF = 1e-3, 0.1
@@ -43,7 +43,7 @@ _EXACT, _HALF = 1e-3, 0.1
 
 @dataclass(frozen=True)
 class Rung:
-    """One technique that was tried: whether it was kept, why, how far it is off, and what a step with it counts."""
+    """One technique that was tried: whether it was kept, why, how far off it is, and the counts of a step with it."""
 
     technique: str
     kept: bool
@@ -73,7 +73,7 @@ def autocast(job: Job) -> Job | str:
     """The loss under bf16 autocast."""
     where = next((p.device.type for p in job.make_model().parameters()), "cpu")
     if where != machine.device().type:
-        return "The step is on the CPU; beside a GPU nobody measured whether bf16 is fast there."
+        return "The step is on the CPU; on a machine with a GPU, the speed of bf16 on the CPU is not measured."
     if not machine.is_fast("bf16"):
         return "This machine has no fast bf16."
     under = torch.autocast(where, dtype=torch.bfloat16)
@@ -83,7 +83,7 @@ def autocast(job: Job) -> Job | str:
 def compiled(job: Job) -> Job | str:
     """The model's repeated blocks compiled; the whole model where it has none, or more kinds than Dynamo keeps."""
     if not compat.compiler(next((p.device.type for p in job.make_model().parameters()), "cpu")):
-        return "Nothing here compiles for torch.compile: a CPU needs a C++ compiler, a GPU Triton."
+        return "torch.compile has no working compiler here: a CPU needs a C++ compiler, a GPU needs Triton."
     kinds = {(type(block), *(p.shape for p in block.parameters())) for block in blocks(job.make_model())}
     # all share Dynamo's limit of eight versions of one function; a kind needs one to train and one for the proof
     return _on(job, lambda model: blocks(model) if 0 < len(kinds) < 4 else [model], lambda part: part.compile())
@@ -94,7 +94,7 @@ def checkpointed(job: Job) -> Job | str:
     model, _ = job.built()
     parts = [part for block in blocks(model) for part in block.modules()]
     if not parts:
-        return "The model has no list of blocks of one kind to compute again."
+        return "The model has no list of blocks of one kind that could be computed again."
     batch, states = job.batch(), []
     for _ in range(2):  # what the second forward only writes again, such as scores to look at, may be written twice
         machine.seed_everything(0)
@@ -120,7 +120,7 @@ def checkpointed(job: Job) -> Job | str:
     # the proof is in evaluation mode; a checkpoint repeats what torch's own generators draw, and no other's
     first, again = map(_training_gradients, (job, made))
     if _off(first, again, 0.0) > 0.01:
-        return "In training mode its gradients differ: a block draws from a generator of its own."
+        return "In training mode, the gradients differ: a block draws random numbers from a generator of its own."
     return made
 
 
@@ -168,7 +168,7 @@ def channels_last(job: Job) -> Job | str:
 
 
 def bucketed(job: Job) -> Job | str:
-    """Batches cut to their longest text; without a loader, whose order is not ours, also of texts of similar length.
+    """Batches cut to their longest text; without a loader to set the order, also of texts of similar length.
 
     A batch is then one of eight that are drawn together and sorted by length: the one whose width is
     nearest to their average, so that its counts and its time stand for all of them.
@@ -182,13 +182,13 @@ def bucketed(job: Job) -> Job | str:
         return "No token of the batch is padding."
     if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in job.make_model().modules()):
         return (
-            "Its batch norm may take the padding into its statistics; with less of it, it would then train otherwise."
+            "Its batch norm may take the padding into its statistics; with less padding, it would train differently."
         )
     if any(_cuts_values(job.batch()) for _ in range(8)):
         return "Something in the batch, such as its labels, is longer than the texts: cut each to its own length."
     short = replace(job, prepare=lambda batch: trimmed(job.prepare(batch)))
     if job.loader is not None:
-        full = "A text fills the batch's width, and which texts share a batch is for your loader to say."
+        full = "One text fills the batch's width, and which texts share a batch is for your loader to say."
         return full if real[:, _columns(real)].shape == real.shape else short
 
     def similar(size: int) -> object:
@@ -212,7 +212,7 @@ def trimmed(batch: object) -> object:
 
 
 def _cuts_values(batch: object) -> bool:
-    """Whether whole numbers as wide as the tokens go on where a text ends; positions, equal in all rows, may."""
+    """Whether whole numbers as wide as the tokens go on after a text ends; positions, equal in all rows, may."""
     real = real_tokens(batch)
     wide = [t for t in tensors(batch) if t.shape[:2] == real.shape and not t.is_floating_point()]
     rests = [row[~here] for t in wide if not (t == t[:1]).all() for row, here in zip(t, real, strict=True)]
@@ -241,7 +241,7 @@ def workers(job: Job) -> Job | str:
     if type(loader) is not DataLoader or loader.num_workers:
         return "The loader is no plain DataLoader of torch, or has workers already."
     if isinstance(loader.dataset, IterableDataset):
-        return "It streams: unless the dataset deals its samples out, each worker repeats all."
+        return "It streams: unless the dataset shares its samples out, each worker repeats all of them."
     kept = ("collate_fn", "pin_memory", "worker_init_fn", "generator", "timeout")
     options = {name: getattr(loader, name) for name in kept} | {"persistent_workers": True}
     own = {"batch_size": None, "sampler": loader.sampler}  # where the dataset makes batches
@@ -253,7 +253,7 @@ def workers(job: Job) -> Job | str:
     numbers = lambda batch: _flat([torch.ones(1), *tensors(batch)])  # noqa: E731
     plain, theirs = ([numbers(batch) for batch in itertools.islice(one, 2)] for one in (loader, made))
     if torch.equal(theirs[0], theirs[-1]) and not torch.equal(plain[0], plain[-1]):
-        return "Its workers draw the same numbers: seed the dataset's own generator in each (worker_init_fn)."
+        return "Its workers draw the same random numbers: seed the dataset's own generator in each (worker_init_fn)."
     return replace(job, loader=made)
 
 
@@ -272,7 +272,7 @@ RUNGS: dict[str, tuple[Callable[[Job], Job | str], float]] = {
 def climb(
     job: Job, device: Device, *, memory: int | None = None, seconds: float = 60.0, told: Callable[[str], None] = print
 ) -> tuple[Job, tuple[Rung, ...]]:
-    """Try what the diagnosis advises, the first first; keep what is proved equal and is faster; diagnose again.
+    """Try what the diagnosis advises, in order; keep what is proved equal and is faster; diagnose again.
 
     It ends when nothing advised is left, or after `seconds` and at least one try. Nothing is kept that takes the
     peak over the limit. Returns the job with everything that was kept, and all rungs. `told` gets a line for each.
@@ -299,7 +299,7 @@ def climb(
 def _try(
     name: str, job: Job, before: Counts, tolerance: float, seconds: float, limit: int | None
 ) -> tuple[Job, Counts, Rung]:
-    """The job and its counts with the technique where it is kept, as they were where it is not; and the rung."""
+    """The job and its counts, with the technique if it is kept, as they were if it is not; and the rung."""
     difference = None
     try:
         with one_sentence(name):
@@ -326,7 +326,7 @@ def _try(
 
 @contextlib.contextmanager
 def strict() -> Iterator[None]:
-    """Without TF32 in cuDNN: in it, equal networks differ by more than what is counted as equal."""
+    """Without TF32 in cuDNN: with it, equal networks differ by more than what counts as equal."""
     cudnn = torch.backends.cudnn
     try:
         before, cudnn.allow_tf32 = cudnn.allow_tf32, False
@@ -342,7 +342,7 @@ def strict() -> Iterator[None]:
 
 @untouched()
 def apart(job: Job, changed: Job) -> float:
-    """How far a changed job is from the job, |a - b| / |a|, at equal weights on an equal batch, without dropout.
+    """How far a changed job is from the original, |a - b| / |a|, at equal weights on an equal batch, without dropout.
 
     The worst of three: the loss and what the model returns, of real tokens where there is padding; all gradients; and
     the weights' change in two optimizer steps on equal gradients, where what a thousandth of the weights rounds to
@@ -405,9 +405,9 @@ def _seen(job: Job, model: nn.Module, batch: object) -> list[torch.Tensor]:
         if any(kind.__name__ == "GradientCheckpointingLayer" for kind in type(module).__mro__):
             module.training = True
     watched = model.register_forward_hook(lambda module, given, out: found.extend(tensors(_uncached(out))))
-    # evaluation mode switches off the layers' dropout; this, what a module in training mode calls itself
+    # evaluation mode switches off dropout layers; this switches off the dropout that a module itself calls
     undropped = patch.object(nn.functional, "dropout", lambda input, *_, **__: input)
-    with watched, undropped, inductor.patch(fallback_random=True):  # compiled, noise has the numbers of eager mode
+    with watched, undropped, inductor.patch(fallback_random=True):  # compiled code then draws eager mode's noise
         loss = job.loss(model, batch)
         loss.backward()
     found = [part for part in found if not WRAPPED(part)]
@@ -446,7 +446,7 @@ def trains(job: Job) -> bool:
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
-    """The members of each ModuleList or Sequential of one type that stands in no other: a transformer's layers."""
+    """The members of each outermost ModuleList or Sequential, if all of one type: a transformer's layers."""
     found, inside = [], set()
     for module in model.modules():
         parts = list(module) if isinstance(module, nn.ModuleList | nn.Sequential) and module not in inside else []
@@ -460,7 +460,7 @@ def blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def timed(job: Job, changed: Job, name: str, seconds: float) -> Comparison:
-    """Time both in turns, on as many samples: of a doubled batch one step, of the other two."""
+    """Time both in turns, on equally many samples: one step with a doubled batch, two with the other."""
     turns = changed.batch_size // job.batch_size
 
     def steps(job: Job, times: int) -> Callable[[], None]:
@@ -472,7 +472,7 @@ def timed(job: Job, changed: Job, name: str, seconds: float) -> Comparison:
 
 
 def steady(job: Job, made: list) -> Callable[[object], torch.Tensor]:
-    """A step on a model and its optimizer, and on new ones where these go no further: a schedule may have an end."""
+    """A step on a model and its optimizer, and on new ones where these can go no further: a schedule may end."""
 
     def train(batch: object) -> torch.Tensor:
         try:
@@ -498,10 +498,10 @@ class _Inside(TorchDispatchMode):
 
 @untouched()
 def outside(job: Job, seconds: float = 20.0) -> float:
-    """Seconds of the host in a step that are in no operation of PyTorch: in Python, in other libraries, asleep.
+    """Seconds that the host spends in a step outside PyTorch's operations: in Python, in other libraries, asleep.
 
-    The fastest of up to five steps, less the operations of the fastest of as many that are watched, which takes
-    time of its own. One of each warms up; after so many seconds, no other begins.
+    The fastest of up to five steps, minus the operations in the fastest of as many watched ones; watching takes
+    time of its own. One of each warms up; after `seconds`, no new one begins.
     """
     with one_sentence("Timing a step"):
         train, clock, pairs = steady(job, [*job.built()]), machine.synchronised_clock(machine.device()), []

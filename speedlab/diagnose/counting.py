@@ -1,7 +1,7 @@
 """What one training step consists of: every operation with its FLOPs, bytes, module and phase; and what is odd in it.
 
 Nothing here reads a clock, so that two runs give the same counts on any machine. Bytes are those of an operation's
-inputs and outputs, as if nothing stayed in a cache; FLOPs are those of products, convolutions and attention.
+inputs and outputs, as if nothing stayed in a cache; FLOPs are those of matrix products, convolutions and attention.
 """
 
 import contextlib
@@ -52,16 +52,16 @@ _BETWEEN_PROCESSES = frozenset(("c10d", "_c10d_functional"))
 # Seconds that a loader may take for four batches.
 PATIENCE = 60.0
 _COPIES = frozenset(("cpu", "numpy", "tolist", "__array__", "__dlpack__"))
-# By vmap and its like: such a tensor has no storage of its own.
+# Wrapped by vmap and the like: such a tensor has no storage of its own.
 WRAPPED = torch._C._functorch.is_functorch_wrapped_tensor
 _OURS = tuple(str(Path(file).parent) + os.sep for file in (__file__, torch.__file__))
 
 
 @dataclass(frozen=True)
 class Operation:
-    """One operation: its name, dtype, phase, module, FLOPs and bytes; `collective` between processes.
+    """One operation: its name, dtype, phase, module, FLOPs and bytes; `collective` if it runs between processes.
 
-    `fixed` are the bytes that a larger batch would not raise: of tensors as large as a parameter. `elements` are
+    `fixed` are the bytes that a larger batch does not raise: those of tensors as large as a parameter. `elements` are
     those of its first result.
     """
 
@@ -122,10 +122,10 @@ def counts(job: Job, *, breaks: bool = True) -> Counts:
     with untouched():
         machine.probe()  # which draws random numbers, the first time only
     with untouched(job.loader), contextlib.ExitStack() as around, one_sentence("Counting a step"):
-        torch._dynamo.reset()  # what an earlier count compiled would hide that this one compiles
+        torch._dynamo.reset()  # code that an earlier count compiled would hide that this one compiles
         model, optimizer = job.built()
         job.expect_own(model, optimizer)
-        # what the hardware lacks takes minutes and counts the same
+        # a dtype that the hardware lacks takes minutes, and the counts are the same
         around.enter_context(compat.half_products(next((p.device for p in model.parameters()), "cpu")))
         batches = [job.batch() for _ in range(7)]
         graphs = []
@@ -143,7 +143,7 @@ def counts(job: Job, *, breaks: bool = True) -> Counts:
             gc.collect()
         watch, again = watches[0], set.intersection(*(set(watch.moved) for watch in watches))
         state = count.state_bytes(model, optimizer)
-        # looked at two steps later: what the next steps replaced with their own is state, and no leak
+        # looked at two steps later: what the next steps replaced with their own is state, not a leak
         left_behind = watch.left_behind() + max(0, _buffer_bytes(model) - buffers) // len(watches)
         saved = count.saved_bytes(lambda: job.loss(model, batches[4]), model)
         by_module: Counter[str] = Counter()
@@ -180,7 +180,7 @@ def counts(job: Job, *, breaks: bool = True) -> Counts:
 
 @contextlib.contextmanager
 def _collector_held() -> Iterator[None]:
-    """Keep Python from collecting garbage when it likes: tensors in a cycle then live as long in every run."""
+    """Keep Python from collecting garbage when it likes: tensors in a cycle then live equally long in every run."""
     running = gc.isenabled()
     gc.disable()
     gc.freeze()  # what exists need not be looked through at each collection
@@ -249,7 +249,7 @@ class _Watch(TorchDispatchMode):
                     return out
             finally:
                 super().__exit__(None, None, None)
-        # torch.tensor(...) comes into sight as the argument of this one, just made
+        # the result of torch.tensor(...) is first seen as the argument of this operation, just made
         fresh = func._schema.name in ("aten::lift_fresh", "aten::lift")
         for tensor in tensors((args, kwargs)):
             self.hold(tensor, was_there=not fresh)
@@ -261,14 +261,14 @@ class _Watch(TorchDispatchMode):
         masked = name in _INDEXING and any(t.dtype == torch.bool for t in tensors(args[1]))
         # one number of the host is filled in where a mask is true, without a list of the places
         fills = masked and name != "index" and args[2].numel() == 1 and args[2].is_cpu and True not in args[3:]
-        # beside a GPU, reading a number on the CPU, as an optimizer does of its counters, neither launches nor waits
+        # with a GPU, reading a number on the CPU, as an optimizer reads its counters, neither launches nor waits
         counter = name == "_local_scalar_dense" and self.on_gpu and args[0].is_cpu
         summed = kwargs.get("output_size") is not None  # of repeat_interleave: then it need not add up
         waits = name in _WAITS and not summed and not counter
         to_host = name == "_to_copy" and args[0].is_cuda and out.is_cpu and not kwargs.get("non_blocking")
         if waits or to_host or (masked and not fills):
             self.sync()
-        # attention bears this tag also where it drops nothing
+        # attention has this tag even where it drops nothing
         named = {of.name: given for of, given in zip(func._schema.arguments, args, strict=False)} | kwargs
         if "convolution" in name and func.namespace == "aten":
             name += f"_{len(named['stride'])}d" + "_channels_last" * any(map(_is_channels_last, tensors(args)))
@@ -307,7 +307,7 @@ class _Watch(TorchDispatchMode):
         return self.module_of.get(node._sequence_nr(), module)
 
     def hold(self, tensor: torch.Tensor, was_there: bool = False) -> None:
-        """Count a tensor's storage as live until it is freed; one that is only met now may have been there before."""
+        """Count a tensor's storage as live until it is freed; one first seen now may have been there before."""
         if tensor.layout is not torch.strided:
             raise DiagnoseError("A tensor of the step is sparse or nested; only dense ones are counted.")
         storage = tensor.untyped_storage()
@@ -352,7 +352,7 @@ class _Watch(TorchDispatchMode):
             self._seen.discard(key)
 
     def sync(self) -> None:
-        """Note a wait of the host, on a CPU not those of an optimizer, which reads its own counters there."""
+        """Note a wait of the host; on a CPU, not those of an optimizer, which reads its own counters there."""
         if (self.on_gpu or not self.stepping) and not self.hushed:
             self.syncs[line_of_caller()] += 1
 
@@ -365,7 +365,7 @@ class _Watch(TorchDispatchMode):
         return [*parameters, *self.model.buffers(), *gradients, *state, *given]
 
     def reads_tokens(self) -> bool:
-        """Whether the batch has a mask, or ids that a table is asked for: other rows of numbers have no padding."""
+        """Whether the batch has a mask, or ids that index a table: other rows of numbers have no padding."""
         real = real_tokens(self.batch)
         if real is None or (isinstance(self.batch, Mapping) and "attention_mask" in self.batch):
             return real is not None
@@ -383,7 +383,7 @@ class _Watch(TorchDispatchMode):
 
 
 class _Methods(TorchFunctionMode):
-    """Sees methods that copy to the host, or move a tensor, also where they change nothing on this machine."""
+    """Sees methods that copy to the host, or move a tensor, even where they change nothing on this machine."""
 
     def __init__(self, watch: _Watch) -> None:
         super().__init__()
@@ -394,7 +394,7 @@ class _Methods(TorchFunctionMode):
         copies = name in _COPIES and isinstance(args[0], torch.Tensor) and not self.watch.on_gpu  # there, below
         if copies and all(ref() is not args[0] for ref in self.on_host):
             self.watch.sync()
-        # a GPU does not look whether the labels are below a number of classes that is given
+        # a GPU does not check whether the labels are below a given number of classes
         self.watch.hushed = name == "one_hot" and (args[1:2] or [(kwargs or {}).get("num_classes", -1)])[0] > 0
         out = func(*args, **(kwargs or {}))
         self.watch.hushed = False
@@ -437,7 +437,7 @@ def line_of_caller() -> str:
 
 
 def _drops(module: nn.Module) -> bool:
-    """Whether a module has a rate of dropout, by the names that torch and transformers give it."""
+    """Whether a module has a dropout rate, by the names that torch and transformers give it."""
     rates = (getattr(module, name, 0) for name in ("p", "dropout", "dropout_p", "attention_dropout"))
     return any(isinstance(rate, int | float) and rate > 0 for rate in rates)
 
@@ -487,7 +487,7 @@ def _expect_alike(size: int, given: list) -> None:
     """Refuse batches of the loader that are far from the size of those that are counted."""
     held = statistics.median([len(next((t for t in tensors(b) if t.dim()), range(size))) for b in given] or [size])
     if not size / 2 <= held <= 2 * size:
-        told = f"The loader's batches have {held:g} samples, and make_batch gave {size}: say batch_size=."
+        told = f"The loader's batches have {held:g} samples, and make_batch gave {size}: set batch_size to match."
         raise DiagnoseError(told)
 
 
@@ -517,10 +517,10 @@ def _calls(loader: Iterable) -> tuple[int, list]:
     if thread.is_alive():
         at = traceback.extract_stack(sys._current_frames().get(thread.ident))[-1]  # where it waits
         raise DiagnoseError(
-            f"The loader gave no four batches within {PATIENCE:g} s: it is at line {at.lineno} of "
+            f"The loader did not give four batches within {PATIENCE:g} s: it is at line {at.lineno} of "
             f"{Path(at.filename).name}, in {at.name}. Try it alone; leave out loader=."
         )
-    if error:  # what was opened in the main thread, such as SQLite, may refuse another
+    if error:  # what was opened in the main thread, such as SQLite, may refuse another thread
         made = 0
         error.clear(), taken.clear()
         take()

@@ -44,7 +44,7 @@ def one_sentence(what: str, hint: str = "") -> Iterator[None]:
 
 
 def in_a_line(error: BaseException) -> str:
-    """What an error says, in a line; of one that a DataLoader's worker hands over, the last of its traceback."""
+    """What an error says, in a line; of one that a DataLoader's worker hands over, the last line of its traceback."""
     lines = (str(error).strip() or "no message").splitlines()
     return lines[-1] if lines[0].startswith("Caught ") else lines[0]
 
@@ -57,7 +57,7 @@ class Job:
     holds some), loss_fn(model, batch) the loss, make_optimizer(model) an optimizer. `loader` gives batches as your
     training does; without it the data pipeline is not looked at. `step(model, optimizer, batch)` replaces the usual
     step (zero_grad, loss_fn, backward, step) where yours does more, such as logging; it returns the loss.
-    `prepare(batch)` changes each batch, also the loader's, before it is used.
+    `prepare(batch)` changes each batch, including the loader's, before it is used.
     """
 
     make_model: Callable[[], nn.Module]
@@ -85,11 +85,11 @@ class Job:
             raise DiagnoseError(
                 f"make_optimizer(model) returned a {type(optimizer).__name__}; it must return one optimizer of torch."
             )
-        model.train()  # which returns the model, if its own train() does not forget to
+        model.train()  # not `model = model.train()`: its own train() may forget to return the model
         return model, optimizer
 
     def expect_own(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Refuse what would train weights of the caller's: those of two models, or of none."""
+        """Refuse a job that would train the caller's own weights: those in two models, or in none."""
         with one_sentence("make_model()"):
             own, others = (set(map(id, made.parameters())) for made in (model, self.make_model()))
         if own & others:
@@ -121,7 +121,7 @@ class Job:
                 for batch in self.loader:
                     yield self.prepare(batch)
             if batch is None:
-                ended = "The loader ended and does not begin again. Give the DataLoader, not iter() of it."
+                ended = "The loader ended and does not begin again. Give the DataLoader itself, not iter() of it."
                 raise DiagnoseError(ended if epoch else "The loader gives no batch.")
 
     def train(self, model: nn.Module, optimizer: torch.optim.Optimizer, batch: object) -> torch.Tensor:
@@ -136,7 +136,7 @@ class Job:
             return loss
 
     def loss(self, model: nn.Module, batch: object) -> torch.Tensor:
-        """The loss of a batch, looked at: a single number that has a gradient."""
+        """The loss of a batch, checked: a single number that has a gradient."""
         loss = self.loss_fn(model, batch)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             shape = f" of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else ""
@@ -154,7 +154,7 @@ def from_lightning(module, loader: Iterable, batch_size: int | None = None) -> J
         raise DiagnoseError("The loader gives no batch.")
 
     takes = inspect.signature(module.training_step).parameters.values()
-    alone = len(takes) == 1 and not any(p.kind is p.VAR_POSITIONAL for p in takes)  # without the batch's number
+    alone = len(takes) == 1 and not any(p.kind is p.VAR_POSITIONAL for p in takes)  # without the batch index
 
     def loss_fn(model: nn.Module, batch: object) -> torch.Tensor:
         said = model.training_step(batch) if alone else model.training_step(batch, 0)
@@ -253,7 +253,7 @@ def size_of(batch: object) -> int:
 
 
 def resized(batch: object, size: int) -> object:
-    """The batch with `size` samples: its own, again and again."""
+    """The batch with `size` samples: its own, repeated as needed."""
     return chosen(batch, torch.arange(size) % size_of(batch))
 
 
@@ -281,7 +281,7 @@ def mapped(change: Callable[[torch.Tensor], torch.Tensor], batch: object) -> obj
 
 
 def real_tokens(batch: object) -> torch.Tensor | None:
-    """Which tokens (B, T) are no padding: those in the attention mask, or before a run of the id that pads."""
+    """Which tokens (B, T) are not padding: those in the attention mask, or those before a run of the padding id."""
     mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
     if mask is not None and mask.dim() == 2 and not mask.is_floating_point():  # floats are added to scores
         return mask != 0

@@ -29,7 +29,7 @@ NOT_SEEN = (
 class Diagnosis:
     """What bounds a step on a device, and what would help it; `probes` and `rungs` where a clock was read.
 
-    `outside` are the seconds of a step that are in no operation of PyTorch, by that clock.
+    `outside` are the seconds that a step spends outside PyTorch's operations, by that clock.
     """
 
     device: Device
@@ -44,7 +44,7 @@ class Diagnosis:
 
     @property
     def helps(self) -> tuple[str, ...]:
-        """The techniques that are worth it, the first first."""
+        """The techniques that are worth it, in order."""
         return tuple(advice.technique for advice in self.advice if advice.helps)
 
     def counted(self) -> Table:
@@ -82,10 +82,10 @@ class Diagnosis:
         return Table(("tried", "result", "off by", "operations", "FLOPs", "bytes moved"), tuple(rows), stamp=True)
 
     def planned(self) -> Table:
-        """What the planned steps take, and the most that each advice could save of it.
+        """What the planned steps take, and the most that each piece of advice could save of it.
 
-        A step's time is the clock's where there is a probe, else the estimate's. What compiling takes is not known
-        before it is tried: it pays where that is less than what it saves.
+        A step's time is the clock's where there is a probe, else the estimate's. How long compiling takes is unknown
+        until it is tried: it pays where it takes less time than it saves.
         """
         step = self.probes.timings[SAME].median if self.probes else self.estimate.total
         whole = self.steps * (step + self.estimate.data)
@@ -104,7 +104,7 @@ class Diagnosis:
         if late and late.low >= 2:
             return (
                 f"By the clock this step waits most for the data pipeline: with batches in memory it is {late}. "
-                "First: load in (more) other processes, or do less for each sample (9.7)."
+                "First: load in other processes, or in more of them, or do less for each sample (9.7)."
             )
         times = {name: timing.median for name, timing in self.probes.timings.items()} if self.probes else {}
         step, twice = times.get(SAME, float("inf")), times.get("twice the batch", 0.0)
@@ -120,7 +120,7 @@ class Diagnosis:
             nothing = "Nothing in the table is sure to help it by a tenth; what is marked ? may."
         first = f"First: {helps[0]}." if helps else nothing
         if helps[:1] != list(self.helps[:1]):
-            first += f" By the clock, {LARGER} would not: twice the batch takes {twice / step:.1f} times as long."
+            first += f" By the clock {LARGER} would not help: twice the batch takes {twice / step:.1f} times as long."
         return f"On {self.device.name} this step waits most for {self.estimate.regime}. {first}"
 
     def tables(self) -> dict[str, Table]:
@@ -174,12 +174,12 @@ def diagnose(
     """Diagnose a step: by counters alone with a given `device` and no `seconds`, else with probes of this machine.
 
     `memory` is the limit in bytes. With `climbing`, what is advised is applied to copies, proved and timed. With
-    `steps`, the report says what so many steps take, and what each advice could save of them.
+    `steps`, the report says how long they take, and how much of that each piece of advice could save.
     """
     here = device or Device.here()
     found = counts(job)
     timing = probe(job, seconds / 3) if seconds else None
-    seen = timing and not found.compiled  # in what is compiled, operations cannot be told apart
+    seen = timing and not found.compiled  # in compiled code, operations cannot be told apart
     own = outside(job, seconds / 6) if seen else 0.0
     doubt = ""
     if timing and device is None:

@@ -2,7 +2,7 @@
 
 The estimate is a roofline: an operation takes the longest of its launch, its bytes at the device's bandwidth and its
 FLOPs at the rate of its dtype (Williams et al. 2009, with a launch added). Bytes that stay in a cache cost less, so
-every figure is made twice, with bytes from memory and with bytes for nothing; a bound is the interval between them.
+every figure is computed twice, with bytes from memory and with bytes for free; a bound is the interval between them.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ _SOFTMAX = frozenset(("_softmax",))  # not _safe_softmax, which the fused call's
 _DROPOUT = frozenset(("native_dropout", "bernoulli_"))
 # Operations whose cost grows with the square of a text's length.
 _SQUARED = ("bmm", "baddbmm", "_softmax", "_safe_softmax", "_scaled_dot_product")
-# A technique that gives less than this at most is not worth its price.
+# A technique whose greatest possible speed-up is below this is not worth its price.
 WORTH = 1.1
 COMPILE, LARGER = "torch.compile", "a larger batch"
 LAUNCHES, MEMORY, COMPUTE, COMMUNICATION = "launching operations", "memory traffic", "arithmetic", "communication"
@@ -29,7 +29,7 @@ LAUNCHES, MEMORY, COMPUTE, COMMUNICATION = "launching operations", "memory traff
 class Device:
     """What an estimate needs to know: seconds per operation and per Python call, bytes/s, FLOP/s by dtype.
 
-    `memory` is the limit in bytes that a step's peak must keep, where there is one. An NVIDIA GPU also has a rate for
+    `memory` is the limit in bytes for a step's peak, where there is one. An NVIDIA GPU also has a rate for
     "tf32", at which cuDNN computes convolutions of fp32 tensors unless told otherwise.
     """
 
@@ -45,7 +45,7 @@ class Device:
 
     @classmethod
     def here(cls) -> "Device":
-        """This machine, measured, but for its link and for what a Python call takes."""
+        """This machine, measured, except for its link and the time of a Python call."""
         where = machine.device()
         one, clock = torch.ones(1, device=where), machine.synchronised_clock(where)
         spent = []
@@ -143,8 +143,8 @@ def contradiction(counts: Counts, device: Device, measured: float) -> str:
         return ""
     return (
         f"The step took {measured:.3g} s, and its arithmetic alone needs {floor:.3g} s at the rate that was measured "
-        "for this machine: it was busier then, or kernels do less than the formulas say (causal attention), or at "
-        "another rate (TF32 in convolutions). Measure again when nothing else runs."
+        "for this machine: it was busier then, or kernels do less than the formulas say (causal attention) or run at "
+        "a different rate (TF32 in convolutions). Measure again when nothing else runs."
     )
 
 
@@ -213,7 +213,7 @@ def _overlap(c: Counts, d: Device) -> float:
 
 
 def _products_in(dtype: str, narrower: int) -> Callable[[Counts, Device], float]:
-    """What the fp32 products save in another format, with this factor fewer bytes."""
+    """What the fp32 products save in a different format, with `narrower` times fewer bytes."""
 
     def saves(c: Counts, d: Device) -> float:
         faster = d.flops.get(dtype, 0.0) > d.flops["fp32"]
@@ -252,7 +252,7 @@ def _written_out(c: Counts, d: Device) -> float:
 
 
 def _padding(c: Counts, d: Device) -> float:
-    # scores are as many as the length squared; with rows of mean length 1 - p, at least (1 - p)^2 of them are left
+    # the number of scores is the length squared; with rows of mean length 1 - p, at least (1 - p)^2 of them are left
     part, squared = _attention(c), 1 - (1 - c.padded) ** 2
     filled = [o for o in c.operations if o.phase != OPTIMIZER and not o.collective and d.bound(o) != LAUNCHES]
     return sum(d.seconds(o) * (squared if part(o) or o.name.startswith(_SQUARED) else c.padded) for o in filled)
@@ -284,7 +284,7 @@ _between = _share(_fusion, "operations between the products")
 
 
 def _rounded(number: int) -> int:
-    """Two digits: versions of Python differ by some calls."""
+    """Two digits: versions of Python differ by a few calls."""
     return round(number, 2 - len(str(number)))
 
 
@@ -293,7 +293,7 @@ def _too_much(c: Counts, d: Device) -> bool:
 
 
 def _state(c: Counts) -> int:
-    """What micro-batches and checkpoints leave as large as it is."""
+    """What micro-batches and checkpoints do not make smaller."""
     return c.parameters + c.gradients + c.optimizer
 
 
@@ -370,7 +370,7 @@ def advise(
 
 
 def bounds(saves: Callable[[Counts, Device], float], counts: Counts, device: Device) -> tuple[float, float]:
-    """The most that saving these seconds can give (Amdahl), with bytes from memory and with bytes for nothing."""
+    """The most that saving these seconds can give (Amdahl), with bytes from memory and with bytes for free."""
     found = []
     for seen in (device, replace(device, bandwidth=float("inf"))):
         whole = estimate(counts, seen)
