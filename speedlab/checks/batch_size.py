@@ -43,7 +43,7 @@ class Trial:
 
 
 def training(steps: int = 3) -> Training:
-    """A small training under way, after so many steps."""
+    """A small training run under way, after `steps` steps."""
     model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 3))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     made = Training(model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5))
@@ -65,7 +65,7 @@ def _backward(training: Training) -> None:
 
 
 def _half_a_step(training: Training) -> None:
-    """Where a step that runs out of memory in its optimizer leaves things: gradients there, some weights moved."""
+    """How a step that runs out of memory in its optimizer leaves things: gradients there, some weights moved."""
     _backward(training)
     with torch.no_grad():
         next(training.model.parameters()).add_(1)
@@ -95,7 +95,7 @@ class Device:
     def train(self, batch_size: int) -> Trial:
         """Train one step with this batch size. Raises OutOfMemory, in the middle of a step, where it does not fit."""
         if isinstance(batch_size, bool) or not hasattr(batch_size, "__index__") or batch_size < 1:
-            raise ValueError(f"A batch size is a whole number from 1 on, not {batch_size!r}.")
+            raise ValueError(f"A batch size is a whole number of at least 1, not {batch_size!r}.")
         batch_size = operator.index(batch_size)
         # not an Exception, so that a search which catches everything ends here, too
         expect(len(self.tried) < _PATIENCE, f"You make more than {_PATIENCE} trials on one device. "
@@ -126,9 +126,9 @@ _PARTS = {
     "running statistics": "BatchNorm keeps them in buffers: take model.state_dict(), not the parameters alone.",
     "train and eval flags": "Leave model.train() and model.eval() alone, or put every module's `training` back.",
     "optimizer": "It has a state_dict() too, with Adam's moments in it: deep-copy it, and load a copy of your copy.",
-    "scheduler": "It counts its steps: scheduler.state_dict() and load_state_dict().",
-    "random state": "Dropout draws from it: torch.get_rng_state() and torch.set_rng_state().",
-    "gradients": "There were none before; the next backward would add to them: optimizer.zero_grad().",
+    "scheduler": "It counts its steps: use scheduler.state_dict() and load_state_dict().",
+    "random state": "Dropout draws from it: use torch.get_rng_state() and torch.set_rng_state().",
+    "gradients": "There were none before; the next backward would add to them: call optimizer.zero_grad().",
 }
 
 
@@ -180,21 +180,21 @@ def remember(answer: Callable[[Training], Callable[[], None]]) -> None:
         expect(part is None, f"remember itself changes the {part}. It should only copy.")
         with torch.random.fork_rng([]):
             answer(training(1))  # of which the first copies must know nothing
-        # where no step has been made, the first that put_back meets is half a one, without an optimizer's state
+        # where no step has been made, put_back first meets half a step, without an optimizer's state
         expect(not steps or _same(_trained_on(made), wanted), "After remember, training does not go on as it would "
                "have. It should only copy.")  # fmt: skip
-        for time in ("", " when it is put back a second time", *[" when it is put back many times"] * 3):
+        for time in ("", ", when put back a second time,", *[", when put back many times,"] * 3):
             _half_a_step(made)
             put_back()
             part = changed(before, made)
-            expect(part is None, f"With {steps} steps behind it and some more since, the training "
+            expect(part is None, f"With {steps} steps behind it and some more since, the training run "
                    f"differs from before{time} in its {part}. {_why_changed(part, before, made)}")  # fmt: skip
             new = next((name for name, part in parts.items() if getattr(made, name) is not part), None)
             expect(new is None, f"After put_back, the {new} is another object. A loop that holds the old one goes on "
-                   "with that: load into the one that was there.")  # fmt: skip
+                   "with it: load into the object that was there.")  # fmt: skip
             own = {id(p) for group in made.optimizer.param_groups for p in group["params"]}
-            expect(own == set(map(id, made.model.parameters())), "After put_back, the optimizer steps other tensors "
-                   "than those of the model. Write into the model's own: load without `assign=True`.")  # fmt: skip
+            expect(own == set(map(id, made.model.parameters())), "After put_back, the optimizer updates tensors "
+                   "other than the model's. Write into the model's own: load without `assign=True`.")  # fmt: skip
             expect(_same(_trained_on(made), wanted), "After put_back, training does not go on as it did before. "
                    "Does put_back replace something that the steps still refer to?")  # fmt: skip
 
@@ -210,8 +210,8 @@ def _why_changed(part: str | None, before: Mapping[str, object], made: Training)
     now = state(made)
     if part == "optimizer" and _same(before[part]["state"], now[part]["state"]):
         return (
-            "Its moments are back, its param_groups are not: the scheduler changes the learning rate in them, and "
-            "scheduler.load_state_dict does not put that back."
+            "Its moments are back, but its param_groups are not: the scheduler changes the learning rate in them, "
+            "and scheduler.load_state_dict does not put that back."
         )
     return _PARTS.get(part)
 
@@ -294,7 +294,7 @@ def find_batch_size(answer: Callable[[Device, int], int | None]) -> None:
             if found is not None:
                 _expect_it_ran(found, device)
                 _expect_good(found, device, case)
-            expect(device.training is mine, "you put another training into device.training: leave it the one it had.")
+            expect(device.training is mine, "you put another training into device.training: keep the original one.")
             part = changed(before, mine)
             expect(part is None, f"you leave the training's {part} changed. Put it back.")
     errors = FileNotFoundError("no such image"), RuntimeError("DataLoader worker (pid 4711) exited unexpectedly")
@@ -357,7 +357,7 @@ def _expect_good(found: int, device: Device, case: "Case") -> None:
            f"{max(speeds, key=speeds.get)} has. Go on while doubling gains 5% or more.")  # fmt: skip
 
 
-_FAILURES = (  # the sizes that meet an error which is no lack of memory
+_FAILURES = (  # the sizes that meet an error other than a lack of memory
     lambda size: True,
     lambda size: size > 2,
     lambda size: size & (size - 1),  # no power of two: the first such size comes after a lack of memory
@@ -367,7 +367,7 @@ _FAILURES = (  # the sizes that meet an error which is no lack of memory
 def _expect_to_pass(
     error: Exception, fails: Callable[[int], object], answer: Callable[[Device, int], int | None]
 ) -> None:
-    """An error that is no lack of memory comes out of the search, and leaves no trace."""
+    """An error other than a lack of memory comes out of the search, and leaves no trace."""
 
     def broken(size: int) -> bool:
         if fails(size):
@@ -385,7 +385,7 @@ def _expect_to_pass(
         expect(part is None, f"When the loader raises during a search, this stays changed: {part}. "
                "Put it back in a `finally`.")  # fmt: skip
         return
-    fail(f"A loader that fails ({type(error).__name__}: {error}) is not out of memory, and you swallow its error. "
+    fail(f"A loader that fails ({type(error).__name__}: {error}) is not out of memory, but you swallow its error. "
          "Catch checks.OutOfMemory alone, and do not return in a `finally`.")  # fmt: skip
 
 
@@ -417,7 +417,7 @@ def learning_rate(answer: Rate) -> None:
                     )
                     texts = apart(got, wanted)
                     fail(f"Update {update} of a run with {run}, {rule} rule, {warmup} updates of warm-up: you return "
-                         f"{texts[0]}, and it is {texts[1]}. {_why_rate(got, update, warmup, *setup)}")  # fmt: skip
+                         f"{texts[0]} instead of {texts[1]}. {_why_rate(got, update, warmup, *setup)}")  # fmt: skip
 
 
 def _why_rate(got: float, update: int, warmup: int, base_rate, base_batch, per_device, devices, rule) -> str:
@@ -438,7 +438,7 @@ def _why_rate(got: float, update: int, warmup: int, base_rate, base_batch, per_d
         + min(1.0, update / (warmup + 1)) * (full - first),
     }
     line = "The rate rises in a straight line from the base rate at update 0 to the full rate at update `warmup`."
-    k = "Take k = global batch / base batch; the rate is k times, or the root of k times, the base rate."
+    k = "Take k = global batch / base batch; the rate is the base rate times k, or times the square root of k."
     return diagnose(got, faults, line if update < warmup else k)
 
 
@@ -453,7 +453,7 @@ CURVES = {
     "C": {size: round(9000 * size / (size + 40) * (1 if size <= 128 else (128 / size) ** 0.8)) for size in SIZES},
 }
 _CAUSE = dict(zip(CURVES, CAUSES, strict=True))
-_GIVEN = copy.deepcopy((CURVES, UPDATES))  # what is judged: an answer may write into the others
+_GIVEN = copy.deepcopy((CURVES, UPDATES))  # used for judging: an answer may write into the originals
 
 
 @check("Task 4, three curves")
@@ -465,11 +465,11 @@ def read_curves(answer: Callable[[], dict[str, tuple[int, int, str]]]) -> None:
             enough, first, cause = sequence(given[name], "(enough, first, cause)", length=3)
             enough, first = whole(enough, "The first of the three"), whole(first, "The second of the three")
             wanted = min(size for size in SIZES if curve[size] >= 0.9 * max(curve.values()))
-            expect(enough == wanted, f"{enough} is not the smallest size with 90% of the most samples per second. "
+            expect(enough == wanted, f"{enough} is not the smallest size with 90% of the highest throughput. "
                    "Find the highest point of this curve, take 90% of it, and read from the left.")  # fmt: skip
             seconds = {size: updates[size] * size / curve[size] for size in SIZES}
             there = f"which is {seconds[first]:.0f} s there, and less at another size" if first in SIZES else (
-                "and one of the sizes is asked for")  # fmt: skip
+                "and the answer must be one of the sizes")  # fmt: skip
             expect(first == min(seconds, key=seconds.get), f"{first} is not the first at the target. "
                    f"Time = updates × samples per update / samples per second, {there}.")  # fmt: skip
             expect(cause in CAUSES, f"write one of {', '.join(map(repr, CAUSES))}, not {cause!r}.")

@@ -62,7 +62,7 @@ diagnoses = choices(
     {"A": "the host waits", "B": "work that nobody uses", "C": "bytes kept for backward"},
     SEEN,
     {
-        "padding": "All rows of its inputs are of one length: there is nothing padded.",
+        "padding": "All rows of its inputs have the same length: nothing is padded.",
         "data that come late": "Its inputs are in memory before it begins.",
         "A": "Look at the row of waits: what does the host need in the middle of the step?",
         "B": "Compare its FLOPs with those of one forward pass and the head's gradient.",
@@ -134,10 +134,10 @@ def clip(answer: Callable[[nn.Module, float], object]) -> None:
         waits, line = sum(seen.syncs.values()), next(iter(seen.syncs), "")
         also = "`.item()`, `float(norm)` and `if norm > limit` each wait: clamp a factor, and return a tensor."
         often = "once" if waits == 1 else f"{waits} times"
-        expect(not waits, f"The host still waits {often} a step, at {line}. {also}")
+        expect(not waits, f"The host still waits {often} per step, at {line}. {also}")
         made, tensors = len(seen.operations) - len(without.operations), 2 * layers
         expect(made <= 8 * tensors + 8, f"{made} operations for {tensors} tensors; patient A makes fewer.")
-    held = "Return the norm as a tensor, as it is: for a number or an array of it the host has to wait."
+    held = "Return the norm as a tensor, as it is: the host has to wait to turn it into a number or an array."
     expect(all(isinstance(norm, torch.Tensor) for norm in said), held)
 
 
@@ -147,13 +147,13 @@ def _examine_clipping(answer: Callable, kind: str, limit: float) -> object:
     said = answer(model, limit)
     expect(close(model, before), "you changed the weights; only the gradients may change.")
     got, right, old = (_gradients(m) for m in (model, wanted, before))
-    expect(len(got) == len(right), "some gradients came or went: leave those that are None alone.")
+    expect(len(got) == len(right), "some gradients were added or removed: leave those that are None alone.")
     faults = {
         "Gradients below the limit must stay as they are.": norm <= limit,
         "They are unchanged. Change p.grad in place.": old,
         "You clip each tensor by itself: one factor for all.": [g * min(1, limit / (g.norm() + 1e-12)) for g in old],
     }
-    other = "One factor for all: limit / norm, where the norm is larger."
+    other = "Use one factor for all: limit / norm, where the norm is larger."
     if said is not None and not close(said, norm, relative=1e-4):
         other = f"The norm of all is {norm:.4g}, the root of the sum of all squares; you return {number(said):.4g}."
     hint = diagnose(got, faults, other)
@@ -161,7 +161,7 @@ def _examine_clipping(answer: Callable, kind: str, limit: float) -> object:
     told = number(said, "The norm that you return")
     right = close(told, norm, relative=1e-4, absolute=1e-12 if norm else 1e-3)  # zeros, with an epsilon of the answer
     expect(right, f"return the norm before clipping, {norm:.4g}, not {told:.4g}.")
-    new = "these are new gradients, which cost memory: change the old ones in place, as with `mul_`."
+    new = "these are new gradients, which cost memory: change the old ones in place, for example with `mul_`."
     kept = (a is b and a.data_ptr() == place for a, (b, place) in zip(_gradients(model), given, strict=True))
     expect(all(kept), new)
     return said
@@ -212,10 +212,10 @@ def _examine_training(answer: Callable, rows: int) -> None:
         expect(close(mine[0].state_dict(), before), "the body has changed; it must stay as it is.")
         loss, accuracy = slow_step(*theirs[:3], *batch)
         found = [number(value, name) for value, name in zip(got, ("The loss", "The accuracy"), strict=True)]
-        this = " Is yours that of this batch, which is another one in each step?" if turn > 1 else ""
+        this = " Is yours the loss of this batch, which is another one in each step?" if turn > 1 else ""
         expect(close(found[0], loss), f"step {turn}: the loss is {loss.item():.5g}, not {found[0]:.5g}.{this}")
         right = f"step {turn}: the accuracy is {accuracy.item():.4g}, not {found[1]:.4g}"
-        expect(close(found[1], accuracy), f"{right}: of this batch, as a share, before the update.")
+        expect(close(found[1], accuracy), f"{right}. Return that of this batch, as a share, before the update.")
         every = (
             "Does every step begin with zero_grad() and end with step(), of the optimizer that you are given, on "
             "gradients of the mean loss?"
@@ -240,20 +240,20 @@ def attention(answer: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch
         with _Calls() as calls:  # hooks keep some out of autograd's sight
             out = answer(*qkv)
         if calls.held() > most:
-            gc.collect()  # what lies in a cycle is not kept
+            gc.collect()  # what is in a reference cycle is not kept
         kept = max(kept, calls.held())
         del out
         what = (
-            "A matrix of T × T is still kept for backward. scaled_dot_product_attention makes the scores piece by "
-            "piece; a mask that you pass it is such a matrix too, is_causal=True is none."
+            "A T × T matrix is still kept for backward. scaled_dot_product_attention makes the scores piece by "
+            "piece; a mask that you pass is such a matrix too, but is_causal=True is not."
         )
         expect(kept <= most, f"{kept:,} bytes are kept with {heads} heads; {most:,} are enough. {what}")
-    grows = f"{made[2]} operations with 2 heads, {made[8]} with 8. Treat all heads in one call."
+    grows = f"{made[2]} operations with 2 heads, {made[8]} with 8. Process all heads in one call."
     expect(made[8] <= made[2], grows)
 
 
 class _Calls(TorchFunctionMode):
-    """PyTorch's functions as Python calls them: how many, and what of their results still lives."""
+    """PyTorch's functions as Python calls them: how many, and which of their results are still alive."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -267,7 +267,7 @@ class _Calls(TorchFunctionMode):
         return out
 
     def held(self) -> int:
-        """The bytes of results that live, but for views of what was there before."""
+        """The bytes of results that are still alive, except views of what was there before."""
         live = {place: storage for place, ref in self.results.items() if (storage := ref())}
         return sum(storage.nbytes() for place, storage in live.items() if place not in self.given)
 
@@ -317,9 +317,9 @@ def _examine_attention(answer: Callable, shape: tuple[int, ...]) -> None:
 
 REPORT = {
     "fused": "The optimizer makes 86% of the operator calls. Fused, the step is 7 times as fast.",
-    "zeros": "Set the 90% smallest weights to zero: training takes a tenth of the FLOPs.",
+    "zeros": "Set the smallest 90% of weights to zero: training takes a tenth of the FLOPs.",
     "checkpoint": "Checkpoint all blocks: the step gets faster, since it keeps less.",
-    "batch": "With 4 times the batch, there are a quarter as many operator calls for each sample.",
+    "batch": "With 4 times the batch, there are a quarter as many operator calls per sample.",
 }
 REFUTED = ("FLOPs unchanged", "FLOPs higher", "most of the time is in the products", "it is right")
 
@@ -330,7 +330,7 @@ contradicted = choices(
     {
         ("fused", "it is right"): "Of the calls, yes. Where does the report say what they cost?",
         "fused": "Operations are not time: look at the seconds by part.",
-        "zeros": "A product with zeros is as long as one without. Which counter says so?",
+        "zeros": "A product with zeros takes as long as one without. Which counter says so?",
         "checkpoint": "It keeps less. What does it do twice?",
         "batch": "The number of operator calls does not depend on the batch. Divide it by the samples.",
     },
@@ -370,7 +370,7 @@ Layer = tuple[int, int, int]
 
 
 def kept_by(layers: list[Layer], micro: int, again: Iterable[int]) -> int:
-    """Bytes that a micro-batch keeps for backward: what layers save, of those computed again the inputs."""
+    """Bytes that a micro-batch keeps for backward: what layers save, but only the inputs of those computed again."""
     again = set(again)
     return micro * sum(given if i in again else saved for i, (saved, given, _) in enumerate(layers))
 
@@ -382,7 +382,7 @@ def peak_of(layers: list[Layer], micro: int, again: Iterable[int]) -> int:
 
 
 def cost_of(layers: list[Layer], batch: int, overhead: int, micro: int, again: Iterable[int]) -> int:
-    """FLOPs of a step: three forward passes' worth, one more of layers computed again; overheads."""
+    """FLOPs of a step: three forward passes' worth, one more for layers computed again, and the overheads."""
     flops = 3 * sum(flops for *_, flops in layers) + sum(layers[i][2] for i in set(again))
     return batch // micro * overhead + batch * flops
 
@@ -431,9 +431,9 @@ def _examine_plan(got: object, layers: list[Layer], batch: int, limit: int, over
     peak, cost = peak_of(layers, micro, again), cost_of(layers, batch, overhead, micro, again)
     light = [p for p in _plans(layers, batch) if kept_by(layers, *p) <= limit]
     forgot = min(cost_of(layers, batch, overhead, *p) for p in light)
-    hint = "While a layer is computed again, all that it saves is there: add the largest, times micro."
+    hint = "While a layer is computed again, all that it saves is in memory: add the largest, times micro."
     hint = hint if cost == forgot else ""
-    expect(peak <= limit, f"your plan {micro, sorted(again)} needs {peak} bytes, and {limit} are there. {hint}")
+    expect(peak <= limit, f"your plan {micro, sorted(again)} needs {peak} bytes, but the limit is {limit}. {hint}")
     least = min(costs.values())
     best = [p for p in costs if costs[p] == least]
     hint = _cheaper(micro, len(again), best)
@@ -448,18 +448,18 @@ def _examine_plan(got: object, layers: list[Layer], batch: int, limit: int, over
     left_out = {told: min(map(costs.get, plans), default=0) for told, plans in without.items()}
     hint = " ".join(filter(None, (diagnose(cost, left_out), hint)))
     expect(
-        cost == least, f"your plan {micro, sorted(again)} fits and costs {cost}; one that fits costs {least}. {hint}"
+        cost == least, f"your plan {micro, sorted(again)} fits and costs {cost}; the cheapest costs {least}. {hint}"
     )
 
 
 def _cheaper(micro: int, again: int, best: list[tuple]) -> str:
     if all(m > micro for m, _ in best):
-        return "It has larger micro-batches: each of them costs an overhead."
+        return "It has larger micro-batches: every micro-batch costs an overhead."
     if all(m < micro for m, _ in best):
         return "It has smaller micro-batches: it computes less again."
     fewer = all(len(set(a)) < again for _, a in best)
     return (
         "It computes fewer layers again."
         if fewer
-        else "It computes other layers again: bytes count, and so do FLOPs."
+        else "It computes different layers again: bytes count, and so do FLOPs."
     )

@@ -59,7 +59,7 @@ class Seen:
 
 
 def watch(function: Callable, calls: list[tuple]) -> Seen:
-    """Call `function` under torch.compile with each of the arguments in `calls`, with a backend that only counts.
+    """Call `function` under torch.compile with each tuple of arguments in `calls`, with a backend that only counts.
 
     What PyTorch has compiled so far is thrown away before and after; what the function prints is swallowed.
     """
@@ -74,7 +74,7 @@ def watch(function: Callable, calls: list[tuple]) -> Seen:
 
     torch._dynamo.reset()
     counters.clear()
-    # what is counted here need not be warned of
+    # no warnings about what is counted here
     logs = {"torch._dynamo": logging.ERROR, "torch._guards": logging.CRITICAL}
     levels = {name: logging.getLogger(name).level for name in logs}
     for name, level in logs.items():
@@ -149,7 +149,7 @@ CHAINS: dict[str, Case] = {
 
 
 def _drawn_chains() -> Iterator[tuple[str, Case]]:
-    """Chains that stand nowhere, of other sizes."""
+    """Chains that are written down nowhere, with different sizes."""
     draw = random.Random(torch.randint(10**6, ()).item())
     for turn in range(4):
         rows, width, inputs = draw.randint(2, 50), draw.randint(2, 50), ["x", "u", "v"]
@@ -215,7 +215,7 @@ _CHAIN_FAULTS = {
     "all full": "The result of a step on vectors is a vector: as large as the largest of its *own* operands.",
     "first": "A result is as large as the largest of its operands, which need not be the first.",
     "last": "A result is as large as the largest of its operands, which need not be the last.",
-    "twice": "What the kernel has read once it keeps in a register: an input that is used twice is read once.",
+    "twice": "The kernel keeps what it has read in a register: an input that is used twice is read once.",
     "unused": "An input that no operation uses is not read.",
     "last only": "Every result in `kept` must be written, not only the last one.",
     "all written": "A result that nobody needs afterwards never leaves the register: write only those in `kept`.",
@@ -233,7 +233,7 @@ def moved(answer: Callable[[list[Step], dict[str, int], set[str]], tuple[int, in
         swapped = wanted[0] != wanted[1] and found == [*wanted[::-1]]
         expect(not swapped, f"{name}: the bytes if run eagerly come first, then the fused kernel's: swap the two.")
         last = (
-            "Each operation reads every operand and writes its result, also when the next one reads that right back.",
+            "Each operation reads every operand and writes its result, even when the next one reads it right back.",
             "It reads each input that is used once, and writes each result in `kept` once.",
         )
         for which, how in enumerate(("run eagerly, the operations move", "the fused kernel moves")):
@@ -260,9 +260,9 @@ def break_even(answer: Callable[[float, float, float], int | None]) -> None:
         wanted = next((n for n in range(1, 5000) if first + (n - 1) * compiled <= n * eager), None)
         got = ask(answer, first, eager, compiled)
         if wanted is None:
-            expect(got is None, f"{case} compiling never pays, so return None, not {got!r}.")
+            expect(got is None, f"{case}, compiling never pays, so return None, not {got!r}.")
             continue
-        expect(got is not None, f"{case}: compiling has paid after {wanted} steps; you return None.")
+        expect(got is not None, f"{case}: compiling has paid off after {wanted} steps; you return None.")
         got = whole(got, f"{case}: the number of steps", least=1, most=10**6)
         saved = eager - compiled
         total = first + (got - 1) * compiled
@@ -326,7 +326,7 @@ def _reference(model: Scorer, x: torch.Tensor, fault: str = "") -> torch.Tensor:
 
 
 _SCORER_FAULTS = {
-    "no lower bound": "The largest value is used as a divisor also where it is below 1; the original takes "
+    "no lower bound": "The largest value is used as a divisor even where it is below 1; the original takes "
     "`max(largest, 1.0)`. For a tensor that is `.clamp(min=1.0)`.",
     "always relu": "You take the relu branch, and the original tanh, since the mean of `hidden` is not above 0. "
     "Compute both and choose: `torch.where(hidden.mean() > 0, relu, tanh)`.",
@@ -334,7 +334,7 @@ _SCORER_FAULTS = {
     "both and choose: `torch.where(hidden.mean() > 0, relu, tanh)`.",
     "branch by element": "The condition is one number, the mean of all of `hidden`, not one for each element.",
     "branch by row": "The condition is one number, the mean of all of `hidden`, not one for each row.",
-    "active before the branch": "Which rows are active is asked after the branch, of its result.",
+    "active before the branch": "Which rows are active is asked after the branch, about its result.",
     "all rows": "The centre is the mean of the active rows only. Multiply by a mask (B, 1) instead of selecting.",
     "mean over the batch": "Divide the sum of the active rows by how many are active, not by the size of the batch.",
     "division by zero": "Where no row is active you divide by zero: the original takes `max(len(active), 1)`.",
@@ -396,7 +396,7 @@ def mended(answer: Callable[[Scorer, torch.Tensor], torch.Tensor]) -> None:
     )
     for given, got in zip(inputs, seen.outputs, strict=True):
         same = close(got, _reference(model, given), relative=1e-4)
-        expect(same, "Under torch.compile your function gives other scores than without. It must do the same work.")
+        expect(same, "Under torch.compile your function gives different scores. It must do the same work.")
         same = got.requires_grad and close(
             _gradients(got, model, given), _slopes(_reference, model, given.detach()), relative=1e-3
         )
@@ -420,8 +420,8 @@ def _judge_scores(answer: Callable, model: Scorer, x: torch.Tensor) -> None:
     found = _gradients(got, own, leaf)
     if not close(found[0], _slopes(_reference, model, x)[0], relative=1e-3):
         leaked = (
-            "`.item()` also cut the gradient through the largest value. A tensor keeps it, unless you write "
-            "`.detach()`."
+            "The original's `.item()` also cut the gradient through the largest value. A tensor keeps it, unless "
+            "you write `.detach()`."
         )
         leak = _slopes(functools.partial(_reference, fault="leak"), model, x)[0]
         why = diagnose(found[0], {leaked: leak}, same=functools.partial(close, relative=1e-3))
@@ -494,14 +494,14 @@ def prepare(answer: Callable[[list[list[int]], int], tuple[torch.Tensor, torch.T
         kept = all(
             torch.equal(*pair) for pairs in zip(prepared, copies, strict=True) for pair in zip(*pairs, strict=True)
         )
-        expect(kept, "A batch that was right changes when later ones are made: give each tensors of its own.")
+        expect(kept, "A batch that was right changes when later ones are made: give each batch tensors of its own.")
         needed = sum(len(rows) * max(map(len, rows)) for rows in batches)
         spent = sum(tokens.numel() for tokens, _ in prepared)
         expect(
             spent <= _ROOM * needed,
-            f"The model computes on {spent:,} positions; padded to the longest of each batch it would be "
-            f"{needed:,}. At most {_ROOM:g} times that: one length for all makes the short batches pay for the long "
-            "ones.",
+            f"The model computes on {spent:,} positions; with each batch padded to its longest, it would be "
+            f"{needed:,}. At most {_ROOM:g} times that is allowed: one length for all makes short batches pay for "
+            "long ones.",
         )
         _judge_graphs(batches, prepared)
     for longest in (22, 33, 64):
@@ -521,8 +521,8 @@ def _prepared(answer: Callable, rows: list[list[int]], batch_size: int) -> tuple
     expect(tokens.dtype == torch.int64, f"Tokens are whole numbers, torch.long; yours are {tokens.dtype}.")
     expect(
         len(rows) <= len(tokens) <= batch_size,
-        f"A batch of {len(rows)} reviews came back with {len(tokens)} rows. No review may be dropped, and there are "
-        f"at most {batch_size}, the batch_size that is given.",
+        f"A batch of {len(rows)} reviews came back with {len(tokens)} rows. No review may be dropped, and "
+        f"there may be at most {batch_size} rows, the batch_size that is given.",
     )
     expect(bool(((mask == 0) | (mask == 1)).all()), "The mask holds other numbers than 0 and 1.")
     real = mask.bool()
@@ -534,10 +534,10 @@ def _prepared(answer: Callable, rows: list[list[int]], batch_size: int) -> tuple
         )
         expect(
             tokens[i][real[i]].tolist() == row,
-            "A review's tokens must stand in their row, in their order, where the mask is 1; and the reviews in the "
-            "order in which they came.",
+            "A review's tokens must be in their row, in their order, where the mask is 1, and the reviews must be "
+            "in the order in which they came.",
         )
-    expect(not tokens[~real].any(), "Padding has token 0.")
+    expect(not tokens[~real].any(), "Padding must have token 0.")
     return tokens, mask
 
 
@@ -549,7 +549,7 @@ def _judge_graphs(batches: list, prepared: list) -> None:
         said = next((line for line in str(error).splitlines() if line.strip()), "")
         fail(
             "Dynamo refused a batch. A size that is marked dynamic must be free to vary: mark it in both tensors or "
-            f"in none. PyTorch says: {said.strip()}"
+            f"in neither. PyTorch says: {said.strip()}"
         )
     if len(seen.graphs) <= 2:
         return
@@ -558,7 +558,7 @@ def _judge_graphs(batches: list, prepared: list) -> None:
     why = diagnose(
         shape,
         {
-            "It has another number of rows than the others: fill it up with rows of padding.": (
+            "It has a different number of rows from the others: fill it up with rows of padding.": (
                 shape[0] != prepared[0][0].shape[0]
             ),
             "Sizes 0 and 1 are always built into a graph: pad to at least two.": 1 in shape,
@@ -620,12 +620,12 @@ def plain_names(answer: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tens
         unchanged = list(state) == before and close(state, given)
         expect(unchanged, "Leave the dict that you are given as it is, its weights too, and return a new one.")
         left = [key for key in got if "_orig_mod" in key]
-        hint = f"{left[:1]} still holds the prefix. It can stand anywhere in a name, also twice."
+        hint = f"{left[:1]} still holds the prefix. It can be anywhere in a name, also twice."
         expect(not left, f"Where {name}, {hint}")
         missing = [key for key in wanted if key not in got]
         expect(
             not missing and len(got) == len(wanted),
-            f"Where {name}, the plain model looks for {missing[:1]} and you have {list(got)[:2]}. Take out "
+            f"Where {name}, the plain model looks for {missing[:1]}, but you have {list(got)[:2]}. Take out "
             "`_orig_mod.` and nothing else.",
         )
         wrong = [key for key in wanted if not close(got[key], wanted[key])]
@@ -641,16 +641,16 @@ _RIGHT = {"sweep": "leave it", "vision": "whole model", "deep": "block by block"
 _REASONS = {
     ("sweep", "whole model"): "Each trial saves 300 times 10 ms, which is 3 s, and pays 45 s for the cold start.",
     ("sweep", "block by block"): "A shorter cold start helps, but each trial saves no more than 3 s in all.",
-    ("sweep", "dynamic shapes"): "The shapes do not change, and no graph pays for itself within 3 s of savings.",
-    ("vision", "leave it"): "A minute of cold start stands against about half a day.",
+    ("sweep", "dynamic shapes"): "The shapes do not change, and no graph pays for itself with savings of 3 s.",
+    ("vision", "leave it"): "It is a minute of cold start against about half a day saved.",
     ("vision", "block by block"): "It would work, but a minute in three days is little: take the larger gain.",
     ("vision", "dynamic shapes"): "One shape, drop_last: a graph for fixed sizes is the faster one.",
     ("deep", "leave it"): "A gain of 22% on runs of two hours pays for two minutes of compiling.",
-    ("deep", "whole model"): "Forty minutes of each two hours would be spent compiling: a third, to gain a quarter.",
+    ("deep", "whole model"): "Forty minutes of every two hours would be spent compiling: a third, to gain a quarter.",
     ("deep", "dynamic shapes"): "The shapes are fixed; the cold start is what costs.",
-    ("service", "leave it"): "It runs for months. Only the number of lengths speaks against compiling.",
+    ("service", "leave it"): "It runs for months. Only the number of lengths is an argument against compiling.",
     ("service", "whole model"): "With fixed shapes each of 2,000 lengths costs 20 s, and Dynamo stops after eight.",
-    ("service", "block by block"): "With fixed shapes, a block too is compiled anew for every length.",
+    ("service", "block by block"): "With fixed shapes, a block, too, is compiled anew for every length.",
 }
 
 jobs = choices("Task 6, four jobs", _RIGHT, CHOICES, _REASONS)

@@ -1,6 +1,6 @@
-"""What every check stands on: one way to fail, to read an answer, to name its fault, and to send it to processes.
+"""The base of every check: one way to fail, to read an answer, to name its fault, and to send it to processes.
 
-A check is a function of the learner's answers. It returns where they are right, and says what is wrong where not:
+A check is a function of the learner's answers. It returns if they are right; if not, it says what is wrong:
 
     @check("Task 3, the bubble")
     def bubble(answer: Callable[[int, int], float]) -> None:
@@ -26,7 +26,7 @@ answer that does not end within `seconds`. A test shortens the limit by `check.s
 - call: `ask(answer, *arguments)` hands over copies, so that what is judged is compared with the originals.
 - read: `number`, `whole`, `sequence` take whatever a reasonable person returns, and refuse nan, None, text by name.
 - forbid: `with without(hint, "mm"):` where an answer is to predict, not to run.
-- compare: `distance`, `close`: numbers, tensors, models, sequences of them; what holds a nan is infinitely far away.
+- compare: `distance`, `close`: numbers, tensors, models, sequences of them; any with a nan is infinitely far away.
 - say: `diagnose(got, {hint: what an answer with that fault gives})`, `apart(got, wanted)` as text that differs.
 - threads and processes: `side_by_side(*works, seconds=)`, `on_ranks(work, ranks, *answers)`.
 """
@@ -67,7 +67,7 @@ CORRECT = "correct"
 _RANKS = Path(__file__).with_name("ranks.py")
 _MOST_ITEMS = 1_000_000
 _PACKAGE = __name__.rpartition(".")[0]
-# the functions that the check at work examines
+# the functions that the running check examines
 _ANSWERS: contextvars.ContextVar[Collection[Callable]] = contextvars.ContextVar("answers", default=())
 
 
@@ -111,8 +111,8 @@ def check(title: str, seconds: float = 60.0) -> Callable:
     """Turn a function that calls `expect` into a check, which prints `title: verdict`.
 
     An answer may not name a private function of the checks: that would be the check's own answer.
-    What it draws from torch's generator is put back. The whole check runs in a thread of its own and has `seconds`;
-    an answer that has not ended by then is stopped, and told so. What a single call into C does (a huge product, a
+    The state of torch's generator is restored. The whole check runs in a thread of its own and has `seconds`;
+    an answer that has not ended by then is stopped, and the check says so. A single call into C (a huge product, a
     huge power) cannot be stopped: limit the inputs.
     """
 
@@ -134,7 +134,7 @@ def choices(
 ) -> Callable:
     """Make a check of an answer that returns a dictionary: for each name of `right`, one of the `options`.
 
-    `reasons` says why a choice is wrong, by (name, choice), by choice or by name; the first that is there is told.
+    `reasons` says why a choice is wrong, by (name, choice), by choice or by name; the first one found is shown.
     """
 
     @check(title)
@@ -189,7 +189,7 @@ def number(value: object, what: str = "What you return") -> float:
     try:
         found = float(value)
     except OverflowError:
-        fail(f"{what} is too large for a number of 64 bits.")
+        fail(f"{what} is too large for a 64-bit number.")
     expect(math.isfinite(found), f"{what} is {found}, which is not a number to go on with.")
     return found
 
@@ -271,7 +271,7 @@ def _parts(value: object) -> Iterator[torch.Tensor]:
         yield torch.as_tensor(value if whole else None).detach().cpu().double()
     except (TypeError, ValueError, RuntimeError):
         if not isinstance(value, list | tuple):
-            yield torch.tensor(math.nan)  # None, text and the like are near nothing
+            yield torch.tensor(math.nan)  # None, text and the like match nothing
             return
         for part in value:
             yield from _parts(part)
@@ -285,7 +285,7 @@ def _kind(value: object) -> str:
 
 
 def is_stub(function: object) -> bool:
-    """Whether a function still is the exercise's stub: nothing but a docstring, then `raise NotImplementedError`.
+    """Whether a function is still the exercise's stub: nothing but a docstring, then `raise NotImplementedError`.
 
     Judged by the syntax tree: a comment is no stub, nor is a raise that is left over after a return or in a branch.
     """
@@ -302,7 +302,7 @@ def is_stub(function: object) -> bool:
 
 
 def _borrowed(answer: Callable) -> str:
-    """The name of something private that an answer, or a helper of its own, takes from the checks; empty: nothing."""
+    """The name of something private that an answer, or a helper of its own, takes from the checks; empty if none."""
     space = getattr(inspect.unwrap(answer), "__globals__", {})
     modules = {name: value for name, value in sys.modules.items() if name.startswith(_PACKAGE)}
     checks = {name for name, value in space.items() if any(value is module for module in modules.values())}
@@ -324,7 +324,7 @@ def _borrowed(answer: Callable) -> str:
 
 @contextlib.contextmanager
 def examining(answers: Collection[Callable]) -> Iterator[None]:
-    """Inside, an error is told with the line of these functions' notebook or file that it came from."""
+    """Inside, an error is reported with the line of these functions' notebook or file that it came from."""
     token = _ANSWERS.set(answers)
     try:
         yield
@@ -379,7 +379,7 @@ def _own(frames: Iterable[tuple[types.FrameType, int]]) -> _Frames:
 
 
 def _place(own: _Frames) -> str:
-    """The innermost line of the learner's, and the function it stands in where that is not the answer itself."""
+    """The innermost line of the learner's code, and the function it is in, unless that is the answer itself."""
     frame, line = own[-1]
     text, name = linecache.getline(frame.f_code.co_filename, line).strip(), _helper(own)
     return (f" at the line `{text}`" if text else "") + (f" in `{name}`" if name else "")
@@ -397,8 +397,8 @@ def _helper(own: _Frames) -> str:
 def side_by_side(*works: Callable[[], object], seconds: float) -> list:
     """Call functions at the same time, each in a thread, and return what they return, in order.
 
-    The first error ends the others and is raised again; so does the end of the time, which is told with the line that
-    the answer is at. Where the answer is not at work (a slow import, a busy machine), it is four times as long.
+    The first error ends the others and is raised again; so does a timeout, whose message names the line that
+    the answer is at. Where the answer is not at work (a slow import, a busy machine), the limit is four times that.
     A thread that blocks inside C is left behind: it is a daemon.
     """
     results: list = [None] * len(works)
@@ -429,7 +429,7 @@ def side_by_side(*works: Callable[[], object], seconds: float) -> list:
         where = _stopped(late)
     if first:
         raise first[0]
-    busy = "The check had not ended, and did not wait for your code: the machine is busy. Run it again."
+    busy = "The check had not ended, though it was not waiting for your code: the machine is busy. Run it again."
     endless = f"Your code had not ended after {seconds:g} s{where}. Does it wait for ever, or loop?"
     expect(not late, endless if where else busy)
     return results
@@ -507,7 +507,7 @@ def _raising_at_each_line(threads: list[threading.Thread]) -> Iterator[None]:
 
 
 def _at_work(thread: threading.Thread) -> _Frames:
-    """The frames of an answer that a thread is in, outermost first; none: it runs something else, or has ended."""
+    """The frames of an answer that a thread is in, outermost first; empty if it runs something else or has ended."""
     frame = sys._current_frames().get(thread.ident)
     return _own(reversed(list(traceback.walk_stack(frame)))) if frame else []
 
@@ -520,7 +520,7 @@ def on_ranks(work: Callable, ranks: int, *answers: Callable, seconds: float = 60
     the work; the start of the processes comes on top, so give the check `seconds=` three times that or more.
     """
     definite = [inspect.isfunction(f) and f.__name__ != "<lambda>" for f in map(inspect.unwrap, answers)]
-    expect(all(definite), "Write your function with `def`: nothing else that can be called can be sent to processes.")
+    expect(all(definite), "Write your function with `def`: no other kind of callable can be sent to processes.")
     task = {
         "module": work.__module__,
         "work": work.__name__,
@@ -528,7 +528,7 @@ def on_ranks(work: Callable, ranks: int, *answers: Callable, seconds: float = 60
         "given": given,
         "seconds": seconds,
     }
-    # on the CPU, also where there is a GPU for each: the answers' tensors are
+    # on the CPU, even where there is a GPU for each: that is where the answers' tensors are
     paths = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "CUDA_VISIBLE_DEVICES": ""}
     with tempfile.TemporaryDirectory(prefix="speedlab-") as folder:
         Path(folder, "task.json").write_text(json.dumps(task), encoding="utf-8")
@@ -537,7 +537,7 @@ def on_ranks(work: Callable, ranks: int, *answers: Callable, seconds: float = 60
         except launch.LaunchError as error:
             fail(f"The processes did not end well. {str(error).splitlines()[0]}")
         files = [Path(folder, f"{rank}.json") for rank in range(ranks)]
-        gone = {"error": "The process ended in the middle of your code, without a word."}
+        gone = {"error": "The process ended in the middle of your code, without any message."}
         reports = [json.loads(file.read_text(encoding="utf-8")) if file.exists() else gone for file in files]
     wrong = {rank: report["error"] for rank, report in enumerate(reports) if "error" in report}
     expect(not wrong, lambda: _cause(wrong, ranks))
@@ -547,18 +547,18 @@ def on_ranks(work: Callable, ranks: int, *answers: Callable, seconds: float = 60
 _ON_RANKS = {  # what an error there contains -> what it means
     "NameError": " Your function travels without your notebook: define or import what it needs inside it.",
     "process group twice": " The group is joined before your function is called.",
-    "CUDA": " The ranks compute on the CPU, wherever you run: leave model and tensors there.",
+    "CUDA": " The ranks compute on the CPU, wherever you run: leave the model and the tensors there.",
 }
 
 
 def _cause(wrong: Mapping[int, str], ranks: int) -> str:
-    """Of what ranks say, the cause: one that waited in vain speaks of the network, the one that failed does not."""
+    """Find the cause: a rank that waited in vain speaks of the network, the one that failed does not."""
     in_vain, endless = re.compile("gloo|imed out|timeout|onnection|pair closure"), "had not ended"
     said = {rank: re.sub("`[^`]*`", "", text) for rank, text in wrong.items()}  # without the learner's own line
     rank = min(said, key=lambda rank: 2 * bool(in_vain.search(said[rank])) + (endless in said[rank]))
     hint = wrong[rank]
     if in_vain.search(said[rank]):
-        hint += " It waited for a rank that made no such call: all of them must make the same ones, in one order."
+        hint += " It waited for a rank that made no such call: all must make the same calls in the same order."
     for sign, meaning in _ON_RANKS.items():
         if sign in said[rank]:
             hint += meaning
@@ -568,7 +568,7 @@ def _cause(wrong: Mapping[int, str], ranks: int) -> str:
 def source(answer: Callable) -> str:
     """Text that defines an answer anywhere: itself, and the helpers, classes, imports and constants that it uses.
 
-    Constants travel with the values that they have now. What cannot be written down so, as a tensor or an object that
+    Constants travel with their current values. What cannot be written this way, such as a tensor or an object that
     may have changed since its statement ran, is left out: there its name is missing, which is better than wrong.
     """
     answer = inspect.unwrap(answer)  # what a decorator has wrapped
@@ -608,7 +608,7 @@ def _name_and_module(value: object) -> tuple[str, str]:
 
 
 def _value_text(value: object) -> str:
-    """The text of a number, a string, a dtype, a device, or a container of such; empty: it is none."""
+    """The text of a number, a string, a dtype, a device, or a container of these; otherwise empty."""
     if isinstance(value, torch.dtype | torch.device):
         return f"torch.{repr(value).removeprefix('torch.')}"
     if type(value) is float:
@@ -676,7 +676,7 @@ def _names_bound(node: ast.stmt) -> list[str]:
 
 
 def _text(thing: object) -> str:
-    """The source of a function, or of a class by that of one of its own; empty: there is none."""
+    """The source of a function, or of a class, found through one of its own functions; empty if there is none."""
     members = [thing, *(getattr(member, "__func__", member) for member in getattr(thing, "__dict__", {}).values())]
     for code in (member.__code__ for member in members if inspect.isfunction(member)):
         text = "".join(linecache.getlines(code.co_filename))

@@ -51,12 +51,12 @@ def forecast(answer: Callable[[float, float, int], tuple[float, float]]) -> None
             slower = "Which takes longer: a batch from all the workers together, or a step?"
             _agree("the seconds per step, in the long run,", seconds, wanted, hints, slower)
             hints = {
-                "That is the share in which it works.": 1 - waits,
+                "That is the share of the time in which it works.": 1 - waits,
                 "Return a share from 0 to 1, not percent.": 100 * waits,
                 "Waiting is never negative.": share < -1e-6,
                 "Do not round it.": abs(share - waits) < 0.01,
             }
-            text = f"the model works {step:g} of {wanted:g} s; the share that it waits"
+            text = f"the model works {step:g} of {wanted:g} s; the share of the time that it waits"
             _agree(text, share, waits, hints, "Divide the waiting by the whole step.", absolute=1e-6)  # fp32 will do
 
 
@@ -144,7 +144,7 @@ def recordings() -> Iterator[tuple[str, Trace]]:
     for share in (0.45, 0.48, 0.52):
         epochs = [_spread(share, 1, (0,), 20)] * 3
         yield f"a loop with {share:.0%} of the waiting in the first steps", recording(epochs)
-    yield "a loop with exactly half of it in the first step", recording([[1.0, *[0.125] * 8]], train=1.0)
+    yield "a loop with exactly half of its waiting in the first step", recording([[1.0, *[0.125] * 8]], train=1.0)
     for lengths in ((5, 30, 12), (12, 20, 9)):
         yield "a loop of epochs of different lengths", recording([_spread(0.6, 1, (0,), n) for n in lengths])
     for heavy, light in ((0.9, 0.05), (0.2, 0.9)):  # all epochs together, not each one, nor their mean
@@ -177,7 +177,7 @@ def diagnose(answer: Callable[[Trace], str]) -> None:
                 got == wanted,
                 f"of the whole time, {waiting:.1%} is waiting; of the waiting, {first:.1%} is in the first steps of "
                 f"epochs (here {len(epochs)}), and {longest:.1%} in the longest tenth of the {steps} steps. "
-                f"So it is {wanted!r}, and you say {got!r}.",
+                f"So it is {wanted!r}, but you say {got!r}.",
             )
 
 
@@ -189,7 +189,7 @@ remedies = choices(
         "a faster model": "The loop waits for its data: a faster model would only wait longer.",
         ("A", "more workers"): "That helps too: four workers hold more batches in reserve. But one is fast enough on "
         "average here. What deepens its reserve without another process?",
-        "A": "It waits rarely, but then long. What evens out a slow batch now and then?",
+        "A": "It waits rarely, but then for a long time. What evens out an occasional slow batch?",
         ("B", "a larger prefetch_factor"): "It waits at every step. A queue evens out, it adds no speed. What does?",
         "B": "It waits at every step, not only at the first. What makes batches faster?",
         "C": "It waits at the first step of every epoch. What happens there, again and again?",
@@ -257,14 +257,14 @@ def _plan(answer: Callable, lengths: list[int], budget: int, generator: torch.Ge
     expect(all(batches), "one of your batches is empty.")
     used = Counter(i for batch in batches for i in batch)
     strange = [i for i in used if not 0 <= i < len(lengths)]
-    expect(not strange, lambda: f"there is no text {strange[0]}.")
+    expect(not strange, lambda: f"there is no text with index {strange[0]}.")
     missing, twice = len(lengths) - len(used), sum(used.values()) - len(used)
-    expect(not missing, f"{missing} of {len(lengths)} texts are in no batch. What happens to the last, smaller one?")
+    expect(not missing, f"{missing} of {len(lengths)} texts are in no batch. What happens to the smaller last batch?")
     expect(not twice, f"{twice} texts come more than once in an epoch.")
     for batch in batches:
         longest = max(lengths[i] for i in batch)
         size, rule = len(batch) * longest, "It is the longest that decides, times the number of texts."
-        what = f"a batch of {len(batch)} texts, the longest of {longest}, has {size:,} positions with padding"
+        what = f"a batch of {len(batch)} texts, the longest of length {longest}, has {size:,} positions with padding"
         expect(size <= budget, f"{what}; only {budget} fit. {rule}")
     return batches
 
@@ -281,7 +281,7 @@ def _examine_padding(batches: Plan, lengths: list[int], budget: int) -> None:
 def _examine_chance(plans: list[Plan], lengths: list[int]) -> None:
     again = meet_again(*plans)
     same = {frozenset(batch) for batch in plans[0]} == {frozenset(batch) for batch in plans[1]}
-    how = "Shuffle before you sort, and never seed anew."
+    how = "Shuffle before you sort, and never reseed."
     expect(not same, f"the next epoch, from the same generator, has the same batches. {how}")
     how = "Cut shuffled texts into chunks, and sort inside each; smaller chunks mix more."
     expect(again <= 0.3, f"{again:.1%} of the pairs in a batch meet again in the next epoch; 30% is allowed. {how}")
@@ -295,7 +295,7 @@ def _examine_chance(plans: list[Plan], lengths: list[int]) -> None:
 
 
 def _examine_order(plans: list[Plan], lengths: list[int]) -> None:
-    """The order of the batches is drawn anew in each epoch; seen where two epochs have equally many of them."""
+    """The order of the batches is drawn anew in each epoch; seen where two epochs have the same number of them."""
     means = [[statistics.fmean(lengths[i] for i in batch) for batch in plan] for plan in plans]
     pairs = [(a, b) for a, b in itertools.combinations(means, 2) if len(a) == len(b)]
     same = any(_correlation(a, b) > 0.9 for a, b in pairs)
@@ -312,7 +312,7 @@ def _correlation(x: Sequence[float], y: Sequence[float]) -> float:
 
 
 class _Stage:
-    """A loader and a model that watch each other: what was begun when, without a clock that decides."""
+    """A loader and a model that watch each other: what began when, without relying on a clock."""
 
     def __init__(
         self, count: int, depth: int, meet: bool = True, broken: tuple = (), interrupt: tuple = (), busy: bool = False
@@ -349,7 +349,7 @@ class _Stage:
         if self.meet and index and self._wait(self.stepped[index - 1]):
             self.seen.add(("load", index))
         if self.busy and index == self.interrupt[0] + self.depth:
-            time.sleep(0.3)  # so that a thread that nobody joins, or not for long, is still at work
+            time.sleep(0.3)  # so that a thread that is not joined, or not for long, is still running
         return self.batches[index]
 
     def step(self, batch: object) -> None:
@@ -391,11 +391,11 @@ def _play(answer: Callable, stage: _Stage, story: str = "") -> _Stage:
 
     with where(f"With count={stage.count} and depth={stage.depth}{story}"):
         core.side_by_side(call, seconds=_LIMIT)
-        end = "In a `finally`, tell it to stop, give it room in case it waits for that, and join it."
-        expect(not (stage.left or loading), f"a thread of yours still runs when your loop has ended. {end}")
+        end = "In a `finally`, tell it to stop, give it room in case it is waiting for some, and join it."
+        expect(not (stage.left or loading), f"a thread of yours still runs after your loop has ended. {end}")
         expect(
             stage.step_threads <= {stage.caller},
-            "`step` must run in the thread that called you, and `load` in another one.",
+            "`step` must run in the thread that called your function, and `load` in a different one.",
         )
     return stage
 
@@ -407,7 +407,7 @@ def train_overlapped(answer: Callable) -> None:
         with where(f"With count={count} and depth={depth}"):
             if stage.error is not None:
                 by_type = any(stage.error is batch for batch in stage.batches)
-                how = "A batch may be any object: hand over with it whether loading has failed."
+                how = "A batch may be any object: along with it, hand over whether loading has failed."
                 expect(not by_type, f"your loop raised batch 1, which is an exception. {how}")
                 raise stage.error
             _examine_loop(stage)
@@ -415,11 +415,11 @@ def train_overlapped(answer: Callable) -> None:
     for (story, error), busy in itertools.product(errors, (False, True)):
         stage = _Stage(8, 2, meet=False, interrupt=(2, error), busy=busy)
         _play(answer, stage, f", when step 2 raises {story}")
-        rule = f"{story} during a step must end your loop with that error, and {_ended(stage)}"
+        rule = f"{story} during a step must end your loop with that error, but {_ended(stage)}"
         expect(stage.error is error, f"{rule}; do not {'replace' if stage.error else 'swallow'} it.")
         expect(len(stage.trained) == 3, f"step 2 raised {story}, and you called `step` again: stop at once.")
         last = max(stage.loaded)
-        on = f"after {story} in step 2 your thread loaded on, to batch {last}"
+        on = f"after {story} in step 2 your thread went on loading, up to batch {last}"
         # one more may begin while the loop ends
         expect(last <= 3 + stage.depth, f"{on}: tell it to stop before you give it room.")
     errors = (
@@ -429,8 +429,8 @@ def train_overlapped(answer: Callable) -> None:
     for story, place, broken in errors:
         stage = _Stage(8, 4, meet=False, broken=(place, broken))
         _play(answer, stage, f", when loading batch {place} raises {story}")
-        rule = f"Loading batch {place} raises {story} that names its file, and {_ended(stage)}"
-        hand = "ready.get().result() raises the loader's error in your loop: let it pass."
+        rule = f"Loading batch {place} raises {story} that names its file, but {_ended(stage)}"
+        hand = "ready.get().result() raises the loader's error in your loop: let it propagate."
         expect(stage.error is broken, f"{rule}. {hand}")
         good = f"Batches 0 to {place - 1} are good: train on them before you raise the error of batch {place}"
         expect(stage.trained == [*range(place)], f"{good}; trained: {stage.trained}.")
@@ -443,14 +443,14 @@ def _ended(stage: _Stage) -> str:
 
 def _examine_loop(stage: _Stage) -> None:
     everything, overlaps = list(range(stage.count)), stage.overlaps()
-    other = "None is a batch like any other." if stage.loaded == [0, 1, 2] else ""
+    other = "`None` is a batch like any other." if stage.loaded == [0, 1, 2] else ""
     some = f"of {stage.count} batches, these were loaded: {stage.loaded}. {other}"
     expect(sorted(stage.loaded) == everything, some)
     calls = len(stage.trained)
     expect(calls <= stage.count, f"`step` was called {calls} times for {stage.count} batches.")
-    how = "Keep their order; 2 was None."
+    how = "Keep their order; batch 2 was None."
     if any(isinstance(getattr(batch, "__self__", batch), Future) for batch in stage.trained):
-        how = "These are no batches yet: call `result()`."
+        how = "These are not batches yet: call `result()`."
     expect(stage.trained == everything, f"the steps had the batches {stage.trained}. {how}")
     if stage.meet:
         alone = stage.loader in (None, stage.caller)
@@ -464,5 +464,5 @@ def _examine_loop(stage: _Stage) -> None:
     for index, ahead in enumerate(stage.ahead):
         expect(ahead <= stage.depth, f"the loader ran {ahead} batches ahead; {stage.depth} are allowed. {room}")
         wanted = min(stage.depth, stage.count - 1 - index)
-        few = f"by the end of step {index} only {ahead} batches were begun ahead, of {wanted}"
+        few = f"by the end of step {index} only {ahead} of {wanted} batches were begun ahead"
         expect(ahead == wanted, f"{few}. Make use of `depth`.")

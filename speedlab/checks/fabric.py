@@ -143,7 +143,7 @@ class _Watched(Fabric):
 
     def expect_steps(self, wanted: int, what: str) -> None:
         made = len(self.all_noted("step"))
-        idle = ". One without gradients changes nothing here, but in 16-mixed the scaler raises an error at it"
+        idle = ". A step without gradients changes nothing here, but in 16-mixed the scaler raises an error"
         expect(made == wanted, f"You make {made} optimizer steps for {wanted} {what}{idle * (made > wanted)}.")
 
 
@@ -179,7 +179,7 @@ def _plain(task: _Task, seed: int = 0, zero: bool = True, step: bool = True, tra
 
 
 _DECOY = 9
-_NO_BACKWARD = "Not every backward went through the Fabric that you got: call its `backward`, once for each batch."
+_NO_BACKWARD = "Not every backward went through the Fabric given to you: call its `backward`, once for each batch."
 _MISTAKES = {
     "You iterate over the loader as it came; with several processes, all would train on the same images. Use what "
     "`fabric.setup_dataloaders(train_loader)` returns.": {"seed": _DECOY},
@@ -208,14 +208,14 @@ def train(answer: Callable[..., list[float]]) -> None:
                 faults = {digits: close(losses, wanted, 1e-4)} | faults
                 faults |= {
                     "You add up the losses of a batch: take their mean.": close(losses[0], 8 * wanted[0]),
-                    "The first digits agree: note each loss as it is, with all that fp32 holds.": close(
+                    "The first digits agree: note each loss as it is, with all the digits that fp32 holds.": close(
                         losses, wanted, 1e-2
                     ),
                     "The weights are right: note each loss as it is, before its step.": distance(model, plain) == 0,
                 }
-                why = diagnose(losses, faults, "Is the order of the batches, or anything before it, another one?")
+                why = diagnose(losses, faults, "Is the order of the batches different, or anything before it?")
                 why = why if fabric.all_noted("backward") else _NO_BACKWARD
-                fail(f"the loss of step {step + 1} is {got}, in plain PyTorch {right}, to the bit. {why}")
+                fail(f"the loss of step {step + 1} is {got}; in plain PyTorch it is {right}, to the bit. {why}")
             calls = len(fabric.all_noted("forward"))
             why = "is the last step made?" if calls == len(wanted) else f"batch norm counts each of {calls} forwards."
             expect(distance(model, plain) == 0, f"the losses are equal, but not the weights: {why}")
@@ -247,7 +247,7 @@ def mixed_fabric(answer: Callable[[], Fabric]) -> None:
     expect(fabric is not None, "Nothing came back. Does your function return the Fabric object?")
     expect(
         isinstance(fabric, Fabric),
-        f"Return a Fabric object of lightning.fabric, not {type(fabric).__module__}.{type(fabric).__name__}.",
+        f"Return a Fabric object from lightning.fabric, not {type(fabric).__module__}.{type(fabric).__name__}.",
     )
     expect(
         hasattr(fabric, "_asked_for"),
@@ -268,8 +268,8 @@ def mixed_fabric(answer: Callable[[], Fabric]) -> None:
         "with '-true' they leave fp32, and in 16 bits lose small updates (unit 9.1). Here they are to stay in fp32."
     )
     expect(weights == torch.float32, f"The weights are in {count.dtype_name(weights)}: {lost}")
-    counted = f"the counter finds {kept:,} bytes kept for backward, in fp32 {before:,}"
-    which = "Which word of `precision` gives bf16 products and fp32 weights?"
+    counted = f"the counter finds {kept:,} bytes kept for backward ({before:,} in fp32)"
+    which = "Which value of `precision` gives bf16 products and fp32 weights?"
     expect(product == torch.bfloat16, f"The products run in {count.dtype_name(product)}, and {counted}. {which}")
     expect(kept < before, f"The products run in bf16, but {counted}: not fewer.")
 
@@ -328,13 +328,13 @@ def _expect_each_on_its_own(fabric: _Watched, groups: list[Batches]) -> list[boo
     wanted = [len(labels) for group in groups for _, labels in group]
     forwards, backwards = fabric.all_noted("forward"), [held for _, held in fabric.all_noted("backward")]
     sizes = [images for *_, images in forwards]
-    own = "each micro-batch has a forward and a backward of its own, which is what saves memory. You make"
+    own = "each micro-batch needs a forward and a backward of its own, which is what saves memory. You make"
     made = f"{own} forwards of {sizes} images and {len(backwards)} backwards, for micro-batches of {wanted}."
     expect(sizes == wanted and len(backwards) == len(wanted), made)
     turns = [entry[0] for entry in fabric.noted if entry[0] in ("forward", "backward")]
     kept = "you make several forwards before a backward, so that all their activations are kept at once"
     expect(turns == ["forward", "backward"] * len(wanted), f"{kept}: call backward after each forward.")
-    torn = "forward and backward of a micro-batch both belong inside `no_backward_sync`: DDP decides in forward."
+    torn = "the forward and the backward of a micro-batch belong inside `no_backward_sync`: DDP decides in forward."
     expect([held for _, held, _ in forwards] == backwards, torn)
     return backwards
 
@@ -358,7 +358,7 @@ def accumulate(answer: Callable[..., object]) -> None:
             first, last = ([i == (len(g) - 1 if end else 0) for g in groups for i in range(len(g))] for end in (0, 1))
             turned = "the first backward of each group: then what follows is never sent"
             which = turned if sent == first else f"{sum(sent)} backward passes for {len(groups)} steps"
-            rule = "Only the last of a group, also of a short one, needs it: `no_backward_sync(model, enabled=...)`."
+            rule = "Only the last of a group, even of a short one, needs it: `no_backward_sync(model, enabled=...)`."
             expect(sent == last, f"the weights are right, but gradients are synchronised in {which}. {rule}")
             fabric.expect_steps(len(groups), "groups")
 
@@ -369,7 +369,7 @@ def _why_not_accumulated(model: nn.Module, task: _Task, lists: list, groups: lis
     firsts = [part for b in lists for part in (b[:1], *(b[i : i + steps] for i in range(1, len(b), steps)))]
     faults = {
         "your gradients are the sum over the micro-batches, not their mean: scale each loss.": (groups, "not"),
-        "you weigh every micro-batch equally, but one has fewer images: a mean of means.": (groups, "equally"),
+        "you weight every micro-batch equally, but one has fewer images: a mean of means.": (groups, "equally"),
         "a short group is divided by accumulate_steps: count what is in it.": (groups, "full"),
         "the gradients are not zeroed between steps.": (groups, "images", None, False),
         "you make a step after every micro-batch: step once per group.": (alone, "images"),
@@ -427,15 +427,15 @@ def _examine_scaled(answer: Callable[..., float]) -> None:
     wanted, [norm] = _steps(task, [task.batches()], clip=functools.partial(nn.utils.clip_grad_norm_, max_norm=0.05))
     said = f"In 16-mixed the loss is scaled, and the gradients with it: you find a norm of {number(got):.4g}, not"
     clips = bool(fabric.all_noted("clip"))
-    measured = "Return what `fabric.clip_gradients` returns: before it, gradients are scaled, after it, clipped."
+    measured = "Return what `fabric.clip_gradients` returns: gradients are scaled before it and clipped after it."
     why = "`nn.utils.clip_grad_norm_` does not know the scale; `fabric.clip_gradients` unscales first."
     same = close(number(got), norm, 0.05) and distance(model, wanted) < 1e-3
     expect(same, f"{said} {norm:.4g}. {measured if clips else why}")
-    expect(clips, "Clip with `fabric.clip_gradients`, which also knows sharded gradients.")
+    expect(clips, "Clip with `fabric.clip_gradients`, which can also handle sharded gradients.")
     overflow = [(images * 1e6, labels) for images, labels in task.batches()]
     with where("In 16-mixed, at an overflow"):
         _, _, fabric = _stepped(answer, task, [overflow], 0.05, scaled=True)
-        skips = "Call `optimizer.step()` all the same: the scaler leaves that step out, and lowers its scale."
+        skips = "Call `optimizer.step()` all the same: the scaler skips that step and lowers its scale."
         expect(fabric.all_noted("asked"), f"you make no step. {skips}")
         lower = fabric._strategy.precision.scaler.get_scale() < _SCALE
         seen = (
@@ -445,4 +445,4 @@ def _examine_scaled(answer: Callable[..., float]) -> None:
     with where("In 16-mixed, a step after an overflow"):
         _, model, _ = _stepped(answer, task, [overflow, task.batches()], 0.05, scaled=True)
         nan = "The overflow's inf and nan are still among the gradients (0 times inf is nan): call `zero_grad`."
-        expect(distance(model, wanted) < 1e-3, f"the overflow is still felt. {nan}")
+        expect(distance(model, wanted) < 1e-3, f"the overflow still has an effect. {nan}")

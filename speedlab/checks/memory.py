@@ -52,12 +52,12 @@ def optimizer_steps(answer: Callable[[int, int, int, int], int]) -> None:
         rounded_down |= {epochs * samples // (micro_batch * accumulate_steps)}
         hints = {
             "That is the number of micro-batches; an optimizer step comes after several of them.": epochs * up,
-            "That is one epoch.": an_epoch,
+            "That is for one epoch only.": an_epoch,
             "Every epoch has its own tail and its own last step: round up in each epoch, then multiply.": at_once,
-            "Round up both times: a smaller micro-batch is one, and a smaller group is one.": got in rounded_down,
+            "Round up both times: a smaller micro-batch counts, and so does a smaller group.": got in rounded_down,
         }
         why = diagnose(got, hints, "Round up the micro-batches of an epoch, then their groups; then multiply.")
-        case = f"{samples} samples, micro-batches of {micro_batch} by {accumulate_steps}, {epochs} epochs"
+        case = f"{samples} samples, micro-batches of {micro_batch} in groups of {accumulate_steps}, {epochs} epochs"
         fail(f"{case}: there are {epochs * an_epoch} steps; you return {got}. {why}")
 
 
@@ -111,13 +111,13 @@ def train_epoch(answer: Callable[[nn.Module, torch.optim.Optimizer, list[MicroBa
             start, run = _recorded(answer, micro_batches, accumulate_steps)
             _examine_steps(run.steps, groups, cut, start)
             ended = nn.utils.parameters_to_vector(start.parameters())
-            expect(_same(run.trained, ended), "the weights at the end are not those that the steps have made.")
+            expect(_same(run.trained, ended), "the weights at the end are not those that the steps produced.")
             alone, own = (
                 max(_recorded(loop, [batch], 1)[1].kept for batch in micro_batches) for loop in (_one_by_one, answer)
             )
             expect(
                 run.kept <= min(4 * alone, 1.5 * own),
-                "the graphs of several micro-batches are alive at the same time, so nothing is saved: "
+                "the graphs of several micro-batches are alive at the same time, so no memory is saved: "
                 f"{run.kept} bytes kept, where one by one needs {min(alone, own)}. Run the model on one micro-batch, "
                 "call backward on its loss, then take the next.",
             )
@@ -185,17 +185,17 @@ def _summed_loss(model: Reader, tokens: torch.Tensor, targets: torch.Tensor) -> 
 def _examine_steps(
     steps: list[tuple[int, torch.Tensor]], groups: list[list[MicroBatch]], cut: list[list[MicroBatch]], model: Reader
 ) -> None:
-    """Compare each step with its group's; `cut` holds the groups without targets too. Trains `model` as is right."""
+    """Compare each step with its group's; `cut` holds the groups without targets too. Trains `model` correctly."""
     expect(steps, "there is no optimizer step at all. Call optimizer.step() once per group.")
     early = steps[0][0] == 1 < max(forwards for forwards, _ in steps)
     expect(not early, "the first optimizer step comes after one micro-batch. Step when i + 1, not i, is a multiple.")
     for _, gradient in steps:
         expect(
             gradient.isfinite().all(),
-            "a gradient holds a nan. Sum the losses, divide by the targets of the group, and leave out a group that "
+            "a gradient holds a nan. Sum the losses, divide by the group's target count, and leave out a group that "
             "has none.",
         )
-    fewer = "Each group ends in a step, also the last: step when i + 1 is a multiple, and return after the loop."
+    fewer = "Each group ends in a step, even the last: step when i + 1 is a multiple, and return after the loop."
     if not all(_targets([batch]) for group in cut for batch in group):
         fewer = "A micro-batch without targets counts as a member of its group, and may be its last. Go on after it."
     elif len(cut[-1]) < len(cut[0]):
@@ -209,9 +209,9 @@ def _examine_steps(
         if not _same(gradient, wanted):
             otherwise = "Sum the losses of the whole group, and divide by its number of targets."
             if number == 1 and cut[0] is group and steps[0][0] > len(group):
-                otherwise = f"The step comes after {steps[0][0]} micro-batches, and its group has {len(group)}."
+                otherwise = f"The step comes after {steps[0][0]} micro-batches, but its group has {len(group)}."
             if _same(gradient, _of_those_with_targets(model, cut, number)):
-                otherwise = "A micro-batch without targets counts as a member of its group: cut the groups first."
+                otherwise = "A micro-batch without targets counts as a member of its group: form the groups first."
             why = _why_gradient(gradient, wanted, before, model, group, most, otherwise)
             fail(f"step {number} has a wrong gradient. {why}")
         before = gradient
@@ -236,10 +236,10 @@ def _why_gradient(
     means = "It is a mean of means, in which tokens of short micro-batches weigh more. Sum the losses of the tokens, "
     hints = {
         "Every number in it is zero, or None: does zero_grad come between backward and the step? Or do you train "
-        "another model than the one that is given?": not bool(got.any()),
+        "another model instead of the one that you are given?": not bool(got.any()),
         "Nothing is new in it: backward on the whole group comes before its step, on the model that you are given, "
         "and not under no_grad.": _same(got, before),
-        "The gradient of before is in it: zero_grad before the first backward, and after each step.": wanted + before,
+        "The previous gradient is in it: zero_grad before the first backward, and after each step.": wanted + before,
         means + "and divide by the number of targets in the whole group.": [1 / (size * n) for n in own],
         "It is a mean of means, and this group is smaller than accumulate_steps.": [1 / (most * n) for n in own],
         "It is a sum of means. Divide by the number of targets in the whole group.": [1 / n for n in own],
@@ -282,12 +282,12 @@ CONFIGURATIONS = tuple(
         (6, 12, 10, 48, 3, True),
     )
 )
-# what a formula must get right too, and a table of the four above does not
+# which a formula must also get right, but a table of the four above does not
 _MORE = tuple(dict(zip(_NAMES, setup, strict=True)) for setup in ((3, 6, 7, 24, 2, False), (2, 9, 5, 40, 3, True)))
 
 
 def counted(blocks: int, batch: int, tokens: int, width: int, accumulate_steps: int, checkpointing: bool) -> int:
-    """What autograd keeps when the forward of one micro-batch through so many blocks ends, counted."""
+    """What autograd keeps when the forward of one micro-batch through that many blocks ends, counted."""
     model = nn.Sequential(*(Block(width) for _ in range(blocks)))
     x = torch.randn(batch // accumulate_steps, tokens, width)
     return count.saved_bytes(lambda: _run(model, x, range(blocks) if checkpointing else ()), model).bytes
@@ -315,7 +315,7 @@ def _why_kept(
     hints = {
         "One micro-batch is alive at a time: batch // accumulate_steps samples.": wanted * accumulate_steps,
         "You count numbers; in fp32 each has 4 bytes.": wanted / 4,
-        "That is one block; all of them keep something until backward comes.": wanted / blocks,
+        "That is for one block; all of them keep something until backward.": wanted / blocks,
     }
     if checkpointing:
         hints |= {
@@ -327,9 +327,9 @@ def _why_kept(
     else:
         hints["The LayerNorm also keeps a mean and a scale for each token, 4 bytes each."] = 10 * border
         hints["The LayerNorm keeps a mean and a scale, so two numbers per token."] = 10 * border + statistics / 2
-    otherwise = "Go through the block: what does each operation need for its derivative, and how wide?"
+    otherwise = "Go through the block: what does each operation need for its derivative, and how wide is that?"
     if checkpointing:
-        otherwise = "With checkpoints each block keeps its input and nothing else, the first block's input too."
+        otherwise = "With checkpoints a block keeps its input and nothing else; the first block's input counts too."
     return diagnose(got, hints, otherwise, same=operator.eq)
 
 
@@ -356,15 +356,15 @@ def run_blocks(answer: Callable[[nn.Sequential, torch.Tensor, Collection[int]], 
             out, wanted = outcome(answer), outcome(_run)
             expect(
                 out.same_inputs,
-                "your function changes its inputs: the blocks' mode, dropout or forward, x, or its flag.",
+                "your function changes its inputs: the blocks' mode, dropout or forward, x, or its requires_grad.",
             )
-            order = f"in forward the blocks run as {out.ran}: each once, in order."
+            order = f"in forward the blocks run as {out.ran}: run each once, in order."
             expect(out.ran == wanted.ran, order)
             alike = out.value.shape == wanted.value.shape and close(out.value, wanted.value, absolute=1e-5)
             expect(alike, "the output differs from that of the blocks, each run on the output of the one before.")
             lost = [name for name, gradient in out.gradients.items() if gradient is None]
             old = (
-                "Write use_reentrant=False: the old variant loses them where the input needs none. So does no_grad, "
+                "Write use_reentrant=False: True loses gradients where the input needs none. So does no_grad, "
                 "and a detach cuts off all blocks before it."
             )
             cause = old if chosen else "Does a no_grad or a detach cut them off?"
@@ -373,22 +373,22 @@ def run_blocks(answer: Callable[[nn.Sequential, torch.Tensor, Collection[int]], 
                 masks = functools.partial(_run, preserve_rng_state=False)
                 hints = {
                     "Dropout must draw the same mask in the second run: keep preserve_rng_state.": masks,
-                    "Each second run takes the last block: a lambda looks a name up when it is called.": _bound_late,
+                    "Each rerun uses the last block: a lambda looks a name up when it is called.": _bound_late,
                 }
                 found = {hint: outcome(fault).gradients for hint, fault in hints.items()}
                 fail(f"the gradients are wrong. {diagnose(out.gradients, found, 'Compare with blocks(x).', _same)}")
             again, due = out.again, sorted(chosen, reverse=True)
             missing, extra = ([i for i in a if i not in b] for a, b in ((due, again), (again, due)))
             expect(not missing, f"the blocks {missing} are not checkpointed: in backward they do not run again.")
-            expect(not extra, f"the blocks {extra} are checkpointed: checkpoint the chosen, and no others.")
+            expect(not extra, f"the blocks {extra} are checkpointed: checkpoint the chosen ones, and no others.")
             expect(
                 again == due, f"in backward the blocks run again as {again}: checkpoint these one by one, once each."
             )
-            # an input that is given by name, checkpoint keeps where no hook of saved tensors sees it
+            # checkpoint keeps an input that is given by name where no hook of saved tensors sees it
             expect(
                 out.kept <= wanted.kept + 64,
-                f"{out.kept} bytes are kept, and {wanted.kept} should be: the chosen blocks run again, and yet "
-                "something of them is kept.",
+                f"{out.kept} bytes are kept, but {wanted.kept} should be: the chosen blocks run again, yet "
+                "something inside them is kept.",
             )
 
 
@@ -465,7 +465,7 @@ _NETWORKS = {  # hidden widths: budgets, as shares of what the plain network kee
     (4, 4, 4, 4): (1.0, 0.7, 0.4),
     (1, 2, 8, 3, 6): (0.8, 0.6, 0.35),
     (7, 5, 5, 2, 1, 3): (0.62, 0.5),
-    (1, 7, 1, 2, 7, 9): (0.55,),  # here the best-looking block first is wrong, by four measures of looks
+    (1, 7, 1, 2, 7, 9): (0.55,),  # here taking the best-looking block first is wrong, by four measures of looks
 }
 
 
@@ -491,7 +491,7 @@ def _examine_choice(answer: Callable, found: Costs, budget: int) -> None:
     got = ask(answer, found, budget)
     with where(f"With {blocks} blocks that keep {list(found.kept)} bytes and a budget of {budget}"):
         expect(got is not None, "there is a choice that fits; you return None.")
-        items, numbers = sequence(got), "return the numbers of the blocks, not a mark for each."
+        items, numbers = sequence(got), "return the block numbers, not a mark for each."
         expect(len(items) < blocks or not all(type(i).__name__ in ("bool", "bool_") for i in items), numbers)
         given = [whole(i, "The number of a block to checkpoint", 0, blocks - 1) for i in items]
         marks = len(given) == blocks > len(set(given)) and {0, 1}.issuperset(given)

@@ -58,15 +58,15 @@ def gap(answer: Callable[[float, torch.dtype], float]) -> None:
             unrounded = _above(weight, dtype) - abs(weight)
             below = info.eps * 2.0 ** math.floor(math.log2(abs(weight)))
             hints = {
-                "A distance is not negative: take the larger number minus the smaller, and abs(weight).": got < 0,
+                "A distance is not negative: take the larger number minus the smaller, and use abs(weight).": got < 0,
                 "You step towards zero: take abs(weight).": weight < 0 and same(got, wanted / 2),
                 f"{name} stores {shown} as {_stored(weight, dtype):g}: take the power of two below that.": below,
                 "`finfo.eps` is the gap from 1 to 2; it doubles at powers of two, and halves below 1.": info.eps,
                 "`finfo.tiny` says how close to zero the format reaches, not how fine it is here.": info.tiny,
-                "That is half: where an update gets lost, or the gap to the next smaller number.": wanted / 2,
+                "That is half the gap: where updates get lost, or the gap to the next smaller number.": wanted / 2,
                 "That is twice the gap: take the power of two below the weight (`math.floor` of a logarithm "
-                "in double precision, which rounds none up).": 2 * wanted,
-                "The gap changes at powers of two only: round the weight down to one.": info.eps * abs(weight),
+                "in double precision, which rounds none of these weights up).": 2 * wanted,
+                "Gaps change only at powers of two: round the weight down to a power of two.": info.eps * abs(weight),
                 f"You measure from {shown} itself; measure from the number as {name} stores it.": unrounded,
             }
             why = diagnose(got, hints, "Multiply the power of two below the weight by the gap at 1.", same)
@@ -109,34 +109,34 @@ def setting(answer: Callable[[str], tuple[torch.dtype, torch.dtype, bool]]) -> N
 
 
 _DTYPE_REASONS = {
-    ("mixed", "weights"): "'mixed' keeps them in fp32: an update smaller than a 16-bit gap is not lost (task 1).",
+    ("mixed", "weights"): "'mixed' keeps them in fp32, so updates smaller than a 16-bit gap are not lost (task 1).",
     ("true", "weights"): "'true' means that everything, the weights too, is in the format that the number names.",
-    ("mixed", "matrix products"): "What precedes '-mixed' is the format that autocast gives them; '16' is fp16.",
+    ("mixed", "matrix products"): "The part before '-mixed' is the format in which autocast runs them; '16' is fp16.",
     ("true", "matrix products"): "'true' means one format for everything.",
 }
 _SCALER_REASONS = {
     "32-true": "'32-true' needs no scaler: gradients reach down to 1e-38 before they underflow.",
     "64-true": "'64-true' needs no scaler: nothing underflows there.",
     "16-true": "'16-true' has no scaler: GradScaler unscales gradients in place and refuses fp16 ones, "
-    "because the unscaled value would underflow after all. It takes fp32 weights to use one.",
+    "because the unscaled value would underflow after all. Using a scaler requires fp32 weights.",
     "bf16-mixed": "'bf16-mixed' needs no scaler: bf16 has the exponents of fp32, so its gradients do not underflow.",
-    "16-mixed": "'16-mixed' needs a scaler: below 6e-8 fp16 has only zero, and many gradients are smaller.",
+    "16-mixed": "'16-mixed' needs a scaler: below 6e-8 fp16 has only zero, and many gradients are smaller than that.",
 }
 
 
 # --- Task 3 ---------------------------------------------------------------------------------------------------------
 
 _PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::convolution")
-# what the models here do not compute, so that it belongs to the loss
+# operations that the models here do not use, so they belong to the loss
 _LOSSES = ("aten::_log_softmax", "aten::nll_loss_forward", "aten::logsumexp", "aten::logaddexp")
 _LOSSES += ("aten::exp", "aten::exp_", "aten::log", "aten::log_")
-_LOSSES += ("aten::_softmax_backward_data",)  # a softmax itself may be looked at only
+_LOSSES += ("aten::_softmax_backward_data",)  # not the softmax itself: it may be computed just to look at it
 _LEARNING_RATE = 0.1
 _INITIAL_SCALE = 2.0**10
 
 
 class _Seen(TorchDispatchMode):
-    """What really ran: dtypes of the products and of the loss, and the state of a watched model on its way."""
+    """What really ran: dtypes of the products and of the loss, and the state of a watched model along the way."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -241,7 +241,7 @@ def _examine_steps(answer: Callable[..., float], precision: str, case: _Case) ->
     expect(first < 100 * wanted[0], "you return the scaled loss. Scale it only on its way into backward().")
     found = {p.dtype for p in model.parameters()}
     cast = f"after your step the weights are {_names(found)}. Leave them in {dtype_name(weights)}"
-    expect(found == {weights}, f"{cast}: casting for the products is autocast's work.")
+    expect(found == {weights}, f"{cast}: casting for the products is autocast's job.")
     _examine_dtypes(seen, precision)
     expect(seen.steps <= 2, f"two calls made {seen.steps} optimizer steps. Make one in each.")
     if not any(same(first, right[0]) for right, _ in references):
@@ -254,15 +254,15 @@ def _examine_steps(answer: Callable[..., float], precision: str, case: _Case) ->
             "That is the loss after the step: keep the one that you called backward() on.": wanted[1],
         }
         said, right = apart(first, wanted[0])
-        plain = "It is the plain cross_entropy(logits, labels) of the whole batch, before the step."
+        plain = "It should be the plain cross_entropy(logits, labels) of the whole batch, before the step."
         why = diagnose(first, hints, plain, same)
         fail(f"the first loss is {said}, not {right}. {why}")
     changes = [case.change(right) for _, right in references]
     _examine_update(precision, case, case.change(model), changes, seen.steps, scaler)
     right = any(same(second, losses[1]) for losses, _ in references)
     expect(right, f"the loss of the second step is {second:.4g}, but should be {wanted[1]:.4g}.")
-    kept = "the scaler still has its first scale, which two good steps should have raised"
-    unused = "Use the scaler that is given, and call scaler.update() once, after scaler.step(optimizer)"
+    kept = "the scaler still has its initial scale, which two good steps should have raised"
+    unused = "Use the scaler that you are given, and call scaler.update() once, after scaler.step(optimizer)"
     expect(not scaled or scaler.get_scale() > _INITIAL_SCALE, f"{kept}. {unused}.")
 
 
@@ -277,18 +277,18 @@ def _examine_dtypes(seen: _Seen, precision: str) -> None:
             "`torch.autocast(inputs.device.type, dtype=...)`; the device must be the one that the batch is on.",
         )
         forward = "Each gradient is computed in the dtype that its forward operation used"
-        expect(not seen.autocast_in_backward, f"backward() runs under autocast. {forward}: end the block before it.")
+        expect(not seen.autocast_in_backward, f"backward() runs under autocast. {forward}: end the block first.")
     else:
         on = seen.autocast or seen.autocast_in_backward
         expect(not on, "autocast is on. In a 'true' setting nothing is cast on the fly: pass `enabled=False`.")
     ran = f"the matrix products ran in {_names(seen.products)}, not in {dtype_name(products)}"
     true = "In a 'true' setting the model stays in the dtype of its weights: convert the inputs, not the model."
-    why = "Which dtype does autocast get?" if precision.endswith("mixed") else true
+    why = "Which dtype do you pass to autocast?" if precision.endswith("mixed") else true
     expect(seen.products == {products}, f"{ran}. {why}")
     expect(
         not precision.endswith("mixed") or seen.losses <= {FP32, FP64},
         f"the loss was computed in {_names(seen.losses)}. Compute it inside the autocast block, with cross_entropy, "
-        "which runs in fp32 there by itself (log_softmax on a CPU does not), or convert the logits.",
+        "which automatically runs in fp32 there (log_softmax on a CPU does not), or convert the logits.",
     )
 
 
@@ -302,7 +302,7 @@ def _examine_update(
 ) -> None:
     """Compare what two steps did to the weights with the references; if it differs, look for a well-known cause."""
     same = functools.partial(close, relative=0.02 if _SETTINGS[precision][1].itemsize == 2 else 1e-4)
-    if precision == "16-true":  # another right order of operations may round one fp16 weight to its neighbour
+    if precision == "16-true":  # a different correct order of operations may round one fp16 weight to its neighbour
         same = lambda got, wanted: bool((got - wanted).norm() <= 0.02 * wanted.norm())  # noqa: E731
     once = f"two calls made {steps} steps of the optimizer that is given. Make one in each."
     if steps < 2 and scaler.is_enabled() and scaler.get_scale() <= _INITIAL_SCALE:  # two good steps raise it
@@ -312,7 +312,7 @@ def _examine_update(
     expect(change.isfinite().all(), "the weights became inf or nan on a harmless batch.")
     wiped = (
         "the optimizer steps without gradients: is zero_grad called after backward(), or do you train another model "
-        "than the one that is given?"
+        "instead of the one that you are given?"
     )
     expect(steps == 2 or not steps, once)
     idle = "does the optimizer make its step?" if scaler.get_scale() >= _INITIAL_SCALE else once
@@ -333,14 +333,14 @@ _FAULTS = {
     "not clipped": "the gradients were not clipped to max_norm, which your function is given: call "
     "nn.utils.clip_grad_norm_(model.parameters(), max_norm) between backward() and the step.",
     "clipped to 1": "the gradients were clipped to 1. Clip to max_norm itself, which your function is given.",
-    "clipped before unscaling": "you clipped before unscaling, so max_norm met the norm of the scaled gradients. "
-    "Call scaler.unscale_(optimizer) first, then clip.",
-    "not unscaled": "the step used the scaled gradients: scaler.unscale_(optimizer) before you clip, then "
+    "clipped before unscaling": "you clipped before unscaling, so max_norm was compared with the norm of the scaled "
+    "gradients. Call scaler.unscale_(optimizer) first, then clip.",
+    "not unscaled": "the step used the scaled gradients: call scaler.unscale_(optimizer) before you clip, then "
     "scaler.step(optimizer), not optimizer.step().",
-    "not zeroed": "gradients of the step before were still there: call optimizer.zero_grad() in every step.",
+    "not zeroed": "gradients from the previous step were still there: call optimizer.zero_grad() in every step.",
     "clipped each": "gradients were clipped one parameter at a time: give clip_grad_norm_ all model.parameters().",
-    "clipped by value": "each number was clipped. max_norm bounds the norm of all: clip_grad_norm_, not _value_.",
-    "stretched": "each gradient came out as long as max_norm. Were shorter ones stretched (clipping only shortens), "
+    "clipped by value": "each number was clipped. max_norm bounds the total norm: use clip_grad_norm_, not _value_.",
+    "stretched": "each gradient came out with norm max_norm. Were shorter ones stretched (clipping only shortens), "
     "or was the loss multiplied by a number that nobody divides out (only scaler.scale may)?",
     "half the batch": "the gradient is that of half the batch: use all of it.",
     "summed": "backward() ran on the sum of the losses: call it on their mean, which you return.",
@@ -388,7 +388,7 @@ _ERRORS = {
     "unscale FP16": "GradScaler refuses fp16 gradients: scale the loss only where the weights are fp32.",
     "unscale_() has already": "unscale_() was called twice, or scaler.update() is missing at the end of the step.",
     "after step()": "scaler.update() comes once, as the last of the scaler's calls, after scaler.step(optimizer).",
-    "_scale is None": "the loss was not scaled: scaler.scale(loss).backward().",
+    "_scale is None": "the loss was not scaled: call scaler.scale(loss).backward().",
     "since the last update": "scaler.update() is missing at the end of the step.",
     "No inf checks": "the scaler has seen no gradients since its last update(). Call update() once, after the step.",
 }
@@ -474,37 +474,37 @@ def saved_bytes(answer: Callable[[str, int, int], float]) -> None:
             with without("you run matrix products. Predict the bytes by arithmetic alone.", "mm"):
                 got = number(ask(answer, precision, tokens, width), "your prediction")
             counted, elements = _counted(precision, tokens, width), tokens * width
-            # two numbers a token, in the LayerNorm's own format, may be left out
+            # two numbers per token, in the LayerNorm's own format, may be left out
             if abs(got - counted) > 16 * tokens:
                 why = diagnose(
                     got,
                     _byte_faults(got, precision, tokens, width, counted),
-                    f"That is {(counted - got) / elements:+.2f} bytes an element off. List the tensors one by one.",
+                    f"That is {(counted - got) / elements:+.2f} bytes per element off. List the tensors one by one.",
                     same=lambda a, b, tokens=tokens: abs(a - b) <= 16 * tokens,
                 )
                 fail(f"you predict {got:,.0f} bytes, the counter finds {counted:,}. {why}")
 
 
 def _byte_faults(got: float, precision: str, tokens: int, width: int, n: int) -> dict[str, float | bool]:
-    """What predictions with a well-known fault come to, by their hint; `n` bytes are right."""
+    """What predictions with well-known faults come to, keyed by hint; the right answer is `n` bytes."""
     weights, products, _ = _SETTINGS[precision]
     e, s, w = tokens * width, products.itemsize, 4 * width * width
-    faults = {"You return the bytes for one element; the task asks for all of them.": close(got, n / e, 0.05)}
+    faults = {"You return the bytes for one element; the task asks for all elements.": close(got, n / e, 0.05)}
     if precision.endswith("mixed"):
         faults |= {
-            "Two bytes an element are missing: LayerNorm runs in fp32 here, on an fp32 input.": n - 2 * e,
+            "Two bytes per element are missing: LayerNorm runs in fp32 here, on an fp32 input.": n - 2 * e,
             "Two weight matrices in 16 bits are missing: autocast keeps the cast copies it makes.": n - 2 * w * s,
             "One weight matrix in 16 bits is missing. There are two Linear layers.": n - w * s,
             "Two things are missing: LayerNorm's input in fp32, and the cast copies.": n - 2 * e - 2 * w * s,
             "The copies of the weights that autocast makes are in 16 bits, not in 32.": n + 2 * w * s,
-            "Two bytes an element too many: autocast casts LayerNorm's result, and the first Linear keeps that copy; "
-            "nobody needs the result of the last layer.": n + 2 * e,
-            "Eight bytes an element too many: GELU takes what the Linear gives it, in 16 bits; each is kept once.": n
+            "Two bytes per element too many: autocast casts LayerNorm's result, and the first Linear keeps that "
+            "copy; nobody needs the result of the last layer.": n + 2 * e,
+            "Eight bytes per element too many: GELU takes what the Linear gives it, in 16 bits; each is kept once.": n
             + 8 * e,
-            "28 bytes an element hold at 512 tokens of width 192: count the cast copies apart.": 28 * e,
+            "28 bytes per element is right for 512 tokens of width 192: count the cast copies apart.": 28 * e,
         }
     return faults | {
-        "You counted the weights; they are there anyway, and no new memory.": n + 2 * w * weights.itemsize,
+        "You counted the weights; they are there anyway, and take no new memory.": n + 2 * w * weights.itemsize,
         "One tensor too many, four times as wide. Each is kept once.": n + 4 * e * s,
         "One tensor too many: nobody needs the result of the last layer for backward.": n + e * s,
         "One tensor, four times as wide, is missing: GELU and the second Linear each keep one.": n - 4 * e * s,
@@ -525,14 +525,14 @@ def break_even(answer: Callable[[int], int]) -> None:
             expect(
                 mixed < fp32,
                 f"{at}, the counter finds {mixed:,} bytes with bf16-mixed and {fp32:,} with 32-true: not fewer. "
-                "What grows with the number of tokens, what does not, and must it be fewer or as many?",
+                "What grows with the number of tokens, what does not, and do you look for fewer bytes or as many?",
             )
             expect(
                 mixed_before >= fp32_before or tokens == 1,
-                f"{at}, bf16-mixed does keep fewer bytes, but with one token less it does so already "
+                f"{at}, bf16-mixed does keep fewer bytes, but it already does so with one token less "
                 f"({mixed_before:,} against {fp32_before:,}). Find the smallest number.",
             )
-    # too large to count here; the formula is the counter's at every width above
+    # too large to count here; the formula agrees with the counter at every width above
     tokens, wanted = whole(ask(answer, 1000), "The number of tokens at width 1000"), 8 * 1000 // 9 + 1
     expect(tokens == wanted, f"At width 1000 the smallest number of tokens is {wanted}, not {tokens:,}.")
 
@@ -643,9 +643,9 @@ def _why_not_first(got: str | None, wanted: str | None, story: str) -> str:
     if wanted is None:
         if "after" in story:
             return "Gradients of an earlier step are still there: call zero_grad() before backward()."
-        return "A finite number is not broken, however large; ask each element, not a sum of them."
+        return "A finite number is not broken, however large; check each element, not a sum of them."
     if got is None and wanted == "weights":
-        return "Call optimizer.step() and look at all weights after it, biases too: for inf, -inf and nan."
+        return "Call optimizer.step(), then look at all weights, biases too, for inf, -inf and nan."
     own = "in the model's own dtype, without autocast"
     if got is None:
         return f"inf and -inf are broken as well as nan: torch.isfinite() is False for each. Look at all, {own}."
@@ -663,7 +663,7 @@ def first_adam_step(gradients: torch.Tensor, eps: float, beta2: float = 0.999) -
     """By how many learning rates Adam's first step moves weights that start at zero."""
     weights = nn.Parameter(torch.zeros_like(gradients))
     weights.grad = gradients.clone()
-    # one plain operation after another, as on every device by default but for being grouped; `fused` rounds less
+    # plain operations one by one: the default on every device, except that it groups them; `fused` rounds less
     torch.optim.Adam([weights], lr=2**-10, eps=eps, betas=(0.9, beta2), foreach=False, fused=False).step()
     return weights.detach().float() * 2**10
 
@@ -696,7 +696,7 @@ def weights_lost(answer: Callable[[torch.Tensor, float, float], int]) -> None:
         if got != counted:
             here = f"400 gradients in {dtype_name(dtype)}, eps={eps:g}, beta2={beta2:g}"
             why = _why_not_lost(got, gradients, eps, beta2)
-            fail(f"{here}: Adam loses {counted} weights, you predict {got:g}. {why}")
+            fail(f"{here}: Adam loses {counted} weights, but you predict {got:g}. {why}")
 
 
 def _why_not_lost(got: float, gradients: torch.Tensor, eps: float, beta2: float) -> str:
@@ -706,14 +706,14 @@ def _why_not_lost(got: float, gradients: torch.Tensor, eps: float, beta2: float)
     hints = {"Where v is zero, eps saves the weight, if the format can hold that eps.": int(stored.sum())}
     if torch.tensor(eps, dtype=dtype) == 0:
         hints = {
-            "In this format eps itself rounds to zero: put it into the dtype of the gradients.": 0,
+            "In this format eps itself rounds to zero: convert it to the dtype of the gradients.": 0,
             "v is not g² but (1 - beta2) times that, which underflows sooner.": int((squares.to(dtype) == 0).sum()),
             "A gradient of exactly zero counts too: 0 / 0 is nan.": int((stored & ~zeros).sum()),
-            "Not only zero gradients: v is (1 - beta2) g², and rounds to zero far sooner.": int(zeros.sum()),
+            "Not only zero gradients count: v is (1 - beta2) g², and rounds to zero far sooner.": int(zeros.sum()),
         }
     move = gradients / (((1 - beta2) * squares).to(dtype).sqrt() + torch.tensor(eps, dtype=dtype))
-    hints["A long move is finite too: count the divisions by zero."] = int((~move.isfinite()).sum())
-    hints["That is the number for a beta2 of 0.999: take the one that you are given."] = usual
+    hints["A long move is finite too: count only the divisions by zero."] = int((~move.isfinite()).sum())
+    hints["That is the number for a beta2 of 0.999: use the beta2 that you are given."] = usual
     rounding = (
         "Round as the optimizer's state does: v = (1 - beta2) * g² and eps, each in the dtype of the gradients."
     )
@@ -728,16 +728,16 @@ LONGEST = 10.0
 def safe_eps(answer: Callable[[], float]) -> None:
     eps = number(ask(answer), "eps")
     expect(eps > 0, f"eps must be positive, not {eps:g}.")
-    cliff = torch.full((400,), 5.45e-3, dtype=FP16)  # the largest gradients, nearly, of which fp16 loses v
+    cliff = torch.full((400,), 5.45e-3, dtype=FP16)  # nearly the largest gradients whose v is lost in fp16
     for gradients in (*(_gradients(seed, FP16, beta2=0.999) for seed in range(3)), cliff):
         moved = first_adam_step(gradients, eps).abs()
-        lost, least_held = int((~moved.isfinite()).sum()), f"The smallest number that it holds is {2.0**-24:.1e}."
-        expect(not lost, f"With eps={eps:g}, {lost} of 400 weights are lost: fp16 rounds it to zero. {least_held}")
+        lost, least_held = int((~moved.isfinite()).sum()), f"The smallest number that fp16 holds is {2.0**-24:.1e}."
+        expect(not lost, f"With eps={eps:g}, {lost} of 400 weights are lost: fp16 rounds eps to zero. {least_held}")
         runaway, furthest = int((moved > LONGEST).sum()), apart(moved.max().item(), LONGEST)[0]
         far = f"{runaway} of 400 weights move by more than {LONGEST:g} learning rates, the furthest by {furthest}"
-        expect(not runaway, f"With eps={eps:g} {far}. Where v is zero, the move is lr * g / eps: how large is g?")
+        expect(not runaway, f"With eps={eps:g}, {far}. Where v is zero, the move is lr * g / eps: how large is g?")
     least = first_adam_step(torch.full((8,), 0.01, dtype=FP16), eps).abs().min().item()
-    slow = f"With eps={eps:g}, a weight with a gradient of 0.01 moves by {least:.2g} learning rates only"
+    slow = f"With eps={eps:g}, a weight with a gradient of 0.01 moves by only {least:.2g} learning rates"
     expect(least >= 0.5, f"{slow}, not by about one. Take the smallest eps that prevents the long steps.")
 
 
@@ -761,7 +761,7 @@ def _gradient_sets() -> Iterator[tuple[str, list[torch.Tensor]]]:
     yield "gradients that are too large", [between(0, 3, 6), between(2, 7, 9)]
     yield "gradients that only just fit", [torch.tensor([1e-7, -3e4]), torch.tensor([0.0, 2.0])]
     yield "gradients of which the whole range is needed", [torch.tensor([4e4]), torch.tensor([[2.0**-24], [-1.0]])]
-    yield "the smallest that rounds up", [torch.tensor([-4e4, 1.5 * 2.0**-25])]
+    yield "gradients of which the smallest rounds up", [torch.tensor([-4e4, 1.5 * 2.0**-25])]
     yield "gradients that fit below 65504, not below 65536", [torch.tensor([-65530.0, 1e-3])]
     yield "a gradient that rounds down to 65504", [torch.tensor([65510.0]), torch.tensor([1.5 * 2.0**-25])]
     yield "tiny gradients", [between(-24, -21, 5), between(-22, -20, 2, 2)]
@@ -774,7 +774,7 @@ def _gradient_sets() -> Iterator[tuple[str, list[torch.Tensor]]]:
 
 
 def _damage(gradients: list[torch.Tensor], scale: float) -> tuple[int, int]:
-    """How many gradients, none zero, become zero in fp16 when scaled, and how many overflow."""
+    """How many nonzero gradients become zero in fp16 when scaled, and how many overflow."""
     lost = overflowed = 0
     for g in gradients:
         stored = (g.double() * scale).float().to(FP16)
@@ -789,7 +789,7 @@ def choose_scale(answer: Callable[[list[torch.Tensor]], float | None]) -> None:
         possible = [k for k in range(-126, 128) if _damage(gradients, 2.0**k) == (0, 0)]
         got, rule = (
             ask(answer, gradients),
-            "fp16 rounds to the nearest: a number above 2^-25 becomes 2^-24 at least, one below 65520 65504 at most",
+            "fp16 rounds to the nearest: a number above 2^-25 to 2^-24 at least, one below 65520 to 65504 at most",
         )
         with where(f"For {story}"):
             empty = not any(gradient.any() for gradient in gradients)
@@ -798,8 +798,8 @@ def choose_scale(answer: Callable[[list[torch.Tensor]], float | None]) -> None:
             if got is None:
                 expect(
                     not possible,
-                    f"you return None, but 2^{possible[:1] and possible[0]} would do. {rule}, far below finfo.tiny; "
-                    "leave zeros out; and a scale may be below 1.",
+                    f"you return None, but 2^{possible[:1] and possible[0]} would do. {rule}. "
+                    "2^-24 is far below finfo.tiny. Leave zeros out; a scale may be below 1.",
                 )
                 continue
             scale = number(got, "the scale (leave zeros out)")
@@ -813,7 +813,7 @@ def choose_scale(answer: Callable[[list[torch.Tensor]], float | None]) -> None:
             lost, overflowed = _damage(gradients, scale)
             name = f"with a scale of 2^{math.log2(scale):g}, {overflowed} overflow and {lost} become zero"
             sets = "without its sign and over all tensors, sets the limit: scaled, it must"
-            expect(not overflowed, f"{name}. The largest one, {sets} stay below 65520, where fp16 has inf.{exponent}")
+            expect(not overflowed, f"{name}. The largest one, {sets} stay below 65520, where inf begins.{exponent}")
             expect(not lost, f"{name}. The smallest one that is not zero, {sets} be above 2^-25. {rule}.{exponent}")
 
 
@@ -824,12 +824,12 @@ machines = choices(
     {"V100": "16-mixed", "H100": "bf16-mixed", "laptop": "32-true", "server": "bf16-mixed"},
     tuple(_SETTINGS),
     {
-        "64-true": "It doubles every byte of fp32, is faster on none of these machines, and no training needs it.",
+        "64-true": "It takes twice the bytes of fp32, is faster on none of these machines, and no training needs it.",
         "16-true": "It is the setting that diverged: it loses small updates, and its optimizer divides by zero.",
         ("V100", "bf16-mixed"): "The V100 has no hardware for bf16: PyTorch emulates it, more slowly than fp32. "
         "(torch.cuda.is_bf16_supported() answers True there because it counts emulation.)",
         ("V100", "32-true"): "Its tensor cores would stand idle: they multiply fp16 only.",
-        ("H100", "16-mixed"): "Here bf16 is as fast, without loss scaling, scaler checkpoints and skipped steps.",
+        ("H100", "16-mixed"): "Here bf16 is as fast, without loss scaling, scaler checkpoints or skipped steps.",
         ("H100", "32-true"): "Its tensor cores would stand idle: strict fp32 does not use them.",
         ("laptop", "bf16-mixed"): "AVX2 has no 16-bit products: they are emulated, many times more slowly than "
         "fp32. The saved bytes would shrink, but you would wait for them.",

@@ -1,7 +1,7 @@
 """The checks of exercise 3, multi-GPU: a loop turned into DDP, five mistakes mended, a checkpoint in parts.
 
-Answers run on three real processes, those of tasks 1 and 2 on two of them as well. They write down what the model
-reads and what they send. It is judged against the training of one process, and against simulated faults.
+Answers run on three real processes, those of tasks 1 and 2 on two of them as well. They record what the model
+reads and what they send. This is judged against training on one process, and against simulated faults.
 """
 
 import atexit
@@ -44,7 +44,7 @@ _near = functools.partial(close, relative=1e-4)
 
 
 class Rows(Dataset):
-    """So many rows of 6 features with a label."""
+    """A given number of rows, each with 6 features and a label."""
 
     def __init__(self, count: int, seed: int):
         generator = torch.Generator().manual_seed(seed)
@@ -86,7 +86,7 @@ def train(model: nn.Module, rows: Dataset, epochs: int, batch: int, accumulate_s
 class _Traffic(TorchDispatchMode):
     """Bytes that this rank sends, if rings carry its collectives, and those that are broadcast; small messages aside.
 
-    Floating-point numbers count, and byte strings of `long` bytes or more: objects travel as such.
+    Counts floating-point numbers, and byte strings of `long` bytes or more: objects travel as byte strings.
     """
 
     def __init__(self, long: int):
@@ -114,7 +114,7 @@ class _Traffic(TorchDispatchMode):
 
 
 def _watched(model: nn.Module, rows: Rows) -> list[list[int]]:
-    """From now on, which rows pass the first layer of a model: a list for each batch. Other inputs are left out."""
+    """The rows that pass through a model's first layer from now on, a list per batch. Other inputs are left out."""
     read: list[list[int]] = []
 
     def note(_, inputs: tuple[torch.Tensor]) -> None:
@@ -136,7 +136,7 @@ def _weights(model: object) -> torch.Tensor:
 
 # --- Task 1 ---------------------------------------------------------------------------------------------------------
 
-# ranks, rows, epochs, batch, accumulate_steps, lr: each rank gets as many rows, and the last ones fill no micro-batch
+# ranks, rows, epochs, batch, accumulate_steps, lr: ranks get equal shares, and the last rows fill no micro-batch
 _TRAININGS = ((RANKS, 39, 2, 12, 2, 0.1), (RANKS, 30, 3, 9, 1, 0.05), (2, 26, 2, 12, 2, 0.1))
 
 
@@ -169,7 +169,7 @@ def _train_on_a_rank(rank: int, answer: Callable) -> list[dict]:
 def _trained(
     ranks: int, count: int, epochs: int, batch: int, accumulate_steps: int, lr: float, fault: str = ""
 ) -> torch.Tensor:
-    """The weights that a right answer reaches, its ranks played in turn; or one with a well-known fault."""
+    """The weights that a right answer reaches, its ranks played in turn; or those of one with a well-known fault."""
     model, rows = make_model(0), Rows(count, seed=1)
     optimizer = torch.optim.SGD(model.parameters(), lr=lr * (ranks if fault == "rate" else 1))
     parts = {"share": 1, "fixed": RANKS}.get(fault, ranks)
@@ -192,16 +192,16 @@ def _trained(
 
 
 _TRAINING_FAULTS = {
-    "Each rank takes the whole batch. `batch` is that of all ranks together: a rank's micro-batch has "
+    "Each rank takes the whole batch. `batch` counts the rows of all ranks together: a rank's micro-batch has "
     "batch // accumulate_steps // world_size rows.": "share",
     "A micro-batch is one of accumulate_steps parts of the batch: batch // accumulate_steps // world_size rows.": (
         "accumulation"
     ),
     f"There are not always {RANKS} ranks: divide by world_size.": "fixed",
-    "The loss of a micro-batch must be divided by accumulate_steps: their gradients are added up.": "loss",
-    "The optimizer steps after every micro-batch. It should step once for accumulate_steps of them.": "alone",
+    "The loss of each micro-batch must be divided by accumulate_steps: the gradients are added up.": "loss",
+    "The optimizer steps after every micro-batch. It should step once per accumulate_steps micro-batches.": "alone",
     "DDP averages over the ranks already: do not divide by world_size as well.": "twice",
-    "Gradients are never set to zero. `optimizer.zero_grad()` belongs behind every step.": "zero_grad",
+    "Gradients are never set to zero. `optimizer.zero_grad()` belongs after every step.": "zero_grad",
     "Each step is world_size times as long. The batch is that of one process, so its rate is `lr`; and gradients are "
     "averaged over the ranks, not summed.": "rate",
     "The last rows of an epoch do not fill a micro-batch: leave them out with `drop_last=True`.": "short",
@@ -214,7 +214,7 @@ _TRAINING_FAULTS = {
 
 @check("Task 1, from one process to many")
 def train_ddp(answer: Callable[..., nn.Module]) -> None:
-    """Equal to one process on the whole batch, each rank on its own rows, one gradient sent a step."""
+    """Equal to one process on the whole batch, each rank on its own rows, one gradient sent per step."""
     for case, found in zip(_TRAININGS, zip(*on_ranks(_train_on_a_rank, RANKS, answer), strict=True), strict=True):
         ranks, count, epochs, batch, accumulate_steps, _ = case
         found = found[:ranks]
@@ -242,7 +242,7 @@ def train_ddp(answer: Callable[..., nn.Module]) -> None:
             expect(
                 told <= (steps + 2) * gradient + 64 * steps + 4096,  # one object with the weights in it
                 f"the weights are right, but {told:,.0f} bytes are broadcast in {steps} steps. Broadcast the weights "
-                "at the beginning, and send each gradient once a step, by all_reduce.",
+                "at the beginning, and send each gradient once a step, with all_reduce.",
             )
 
 
@@ -255,7 +255,7 @@ def _judge_copies(weights: Sequence[Sequence[float]]) -> None:
 
 
 def _judge_hands(reads: Sequence[Sequence[int]], epochs: int) -> None:
-    """Whether the ranks read different rows, and each epoch in another order."""
+    """Whether the ranks read different rows, and each epoch in a different order."""
     overlap = set(reads[0][: len(reads[0]) // epochs]) & set(reads[1][: len(reads[1]) // epochs])
     expect(not overlap, "in one epoch, two ranks read the same rows. Give the loader a DistributedSampler.")
     for read in reads:
@@ -325,7 +325,7 @@ _MENDING_FAULTS = {  # hint -> the rate, in rates and ranks, and what else is wr
 
 @check("Task 2, five mistakes")
 def mended(fit: Callable, finish: Callable) -> None:
-    """One hint a mistake, each with what it does to the numbers."""
+    """One hint per mistake, each with what it does to the numbers."""
     reports = on_ranks(_mend_on_a_rank, RANKS, fit, finish)
     for place, (ranks, count, held, epochs, batch, lr) in enumerate(_MENDINGS):
         found = [report[place] for report in reports[:ranks]]
@@ -334,7 +334,7 @@ def mended(fit: Callable, finish: Callable) -> None:
         for rank, read in enumerate(reads):
             here = f"rank {rank} trains on {len(read)} batches. In {epochs} epochs its loader has {steps}."
             expect([len(b) for b in read] == [batch] * steps, here)
-        with where("One mistake that is left" + f", on {ranks} ranks" * (ranks != RANKS)):
+        with where("One remaining mistake" + f", on {ranks} ranks" * (ranks != RANKS)):
             _judge_hands([[row for b in read for row in b] for read in reads], epochs)
             wanted, losses = _mended(count, reads, lr * ranks)
             _judge_copies(weights)
@@ -356,8 +356,8 @@ def _judge_losses(rank: int, got: Sequence[float], losses: torch.Tensor) -> None
         return
     expect(
         len(got) == steps,
-        f"rank {rank} returns {len(got)} losses after {steps} steps. Every rank returns one for each step, so every "
-        "rank makes the all_reduce.",
+        f"rank {rank} returns {len(got)} losses after {steps} steps. Every rank must return one for each step, so "
+        "every rank must call all_reduce.",
     )
     hints = {
         "They are summed over the ranks: divide by world_size.": losses.sum(dim=1),
@@ -382,8 +382,8 @@ def _judge_accuracy(got: Sequence[float], wanted: torch.Tensor, rows: Rows) -> N
 
     def hints_of(rank: int) -> dict[str, float]:
         return {
-            "That is its own share of the rows: sum the counts over the ranks, then divide.": means[rank],
-            "That is the mean of the ranks' accuracies, whose shares differ in size. Sum the counts, then divide.": (
+            "That is the accuracy on its own share: sum the counts over the ranks, then divide.": means[rank],
+            "That is the mean of the ranks' accuracies, but shares differ in size. Sum the counts, then divide.": (
                 sum(means) / ranks
             ),
             "That is in percent.": 100 * right.mean(),
@@ -392,7 +392,7 @@ def _judge_accuracy(got: Sequence[float], wanted: torch.Tensor, rows: Rows) -> N
             ),
             "The sum of the counts is divided by this rank's rows.": right.sum() / len(right[rank::ranks]),
             _FIXED: torch.cat([right[rank::RANKS] for rank in range(ranks)]).sum() / len(rows),
-            "A DistributedSampler repeats rows until all ranks have as many: deal the rows out by hand.": (
+            "A DistributedSampler repeats rows until all ranks have equally many: deal the rows out by hand.": (
                 right[padded].mean()
             ),
             "The last rows, which do not fill a share for each rank, are left out.": (
@@ -406,7 +406,7 @@ def _judge_accuracy(got: Sequence[float], wanted: torch.Tensor, rows: Rows) -> N
             together = {hint: [float(hints_of(each)[hint]) for each in range(ranks)] for hint in hints}
             alone = diagnose(accuracy, hints, "Sum the counts over the ranks, then divide.", _near)
             why = diagnose(got, together, alone, _near)
-            here = f"rank {rank} says {accuracy:.3f}, and over all {len(rows)} held-out rows the accuracy is"
+            here = f"rank {rank} says {accuracy:.3f}, but over all {len(rows)} held-out rows the accuracy is"
             fail(f"{here} {right.mean():.3f}. {why}")
 
 
@@ -418,7 +418,7 @@ def _judge_saves(saved: Sequence[Sequence], wanted: torch.Tensor) -> None:
     )
     [reached] = itertools.chain.from_iterable(saved)
     expect(not isinstance(reached, str), reached)
-    expect(_near(reached, wanted), "what is saved are not the weights at the end. Save after the training.")
+    expect(_near(reached, wanted), "the saved weights are not the weights at the end. Save after the training.")
 
 
 # --- Task 3 ---------------------------------------------------------------------------------------------------------
@@ -426,7 +426,7 @@ def _judge_saves(saved: Sequence[Sequence], wanted: torch.Tensor) -> None:
 _STEP, _RATE, _MORE = 3, 0.02, 2
 _EARLIER = 100  # steps of another optimizer: what AdamW counts is not the number that is saved
 _INTO = {
-    "layers": "Resumed into a model that is sharded as the first one",
+    "layers": "Resumed into a model that is sharded like the first one",
     "whole": "Resumed into a model that is sharded as one piece",
     "plain": "Resumed into a model that is not sharded",
 }
@@ -435,7 +435,7 @@ _INTO = {
 def _parts(seed: int, sharding: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     """A model and its optimizer: each layer sharded, the whole as one, or plain."""
     model = make_model(seed, width=12288)  # large enough for the lists of a checkpoint not to count
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))  # else a GPU that is there is taken
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))  # otherwise a GPU is used where there is one
     for layer in (model[0], model[2]) if sharding == "layers" else ():
         fully_shard(layer, mesh=mesh)
     model = model if sharding == "plain" else fully_shard(model, mesh=mesh)
@@ -454,7 +454,7 @@ def _go_on(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, steps
 
 
 def _checkpoint_on_a_rank(rank: int, save: Callable, resume: Callable) -> None:
-    """Save, go on, resume into three other models; compare with a training on one process without an interruption."""
+    """Save, go on, resume into three other models; compare with uninterrupted training on one process."""
     ends = []
     for sharding in ("plain", "layers"):
         model, optimizer = _parts(0, sharding)
@@ -465,7 +465,7 @@ def _checkpoint_on_a_rank(rank: int, save: Callable, resume: Callable) -> None:
             expect(_near(_weights(model), at), "Your save changes the weights. It should only read them.")
         ends.append(_go_on(model, optimizer, _STEP, _MORE))
     later = _saved(model, optimizer, _EARLIER + _STEP + _MORE, save)
-    expect(_near(*ends), "After your save the training goes on differently. It should only read.")
+    expect(_near(*ends), "After your save, training goes on differently. A save should only read.")
     for seed, (sharding, here) in enumerate(_INTO.items(), start=7):
         model, optimizer = _parts(seed, sharding)
         with where(here):
@@ -476,7 +476,7 @@ def _checkpoint_on_a_rank(rank: int, save: Callable, resume: Callable) -> None:
                 if sharding != "plain":
                     raise
                 said = (str(error).splitlines() or [""])[0]
-                fail(f"it raises {type(error).__name__}: {said} Save whole names and shapes, as DCP does.")
+                fail(f"it raises {type(error).__name__}: {said} Save full names and shapes, as DCP does.")
             _judge_resumed(step, model, optimizer, at, ends[0])
         _judge_traffic(traffic, "load", at)
     step = whole(resume(later, model, optimizer), "The step that resume returns")
@@ -486,7 +486,7 @@ def _checkpoint_on_a_rank(rank: int, save: Callable, resume: Callable) -> None:
 
 
 def _saved(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, save: Callable) -> Path:
-    """The folder in which an answer saved, and no more than it should, nor by another way."""
+    """The folder that an answer saved to, once it is clear that it wrote and sent no more than it should."""
     own = tempfile.TemporaryDirectory(prefix="speedlab-", ignore_cleanup_errors=True)
     folder = [own.name]
     dist.broadcast_object_list(folder)
@@ -520,7 +520,7 @@ def _judge_resumed(
     step: object, model: nn.Module, optimizer: torch.optim.Optimizer, at: torch.Tensor, end: torch.Tensor
 ) -> None:
     step, rate = whole(step, "the step that resume returns"), number(optimizer.param_groups[0]["lr"], "the rate")
-    expect(step == _EARLIER + _STEP, f"resume returns step {step}; it was saved at step {_EARLIER + _STEP}.")
+    expect(step == _EARLIER + _STEP, f"resume returns step {step}; the saved step is {_EARLIER + _STEP}.")
     expect(
         _near(_weights(model), at),
         "the weights are not those that were saved. `dcp.load` reads into the tensors of a state dictionary; "
@@ -528,7 +528,7 @@ def _judge_resumed(
     )
     expect(
         close(rate, _RATE),
-        f"the learning rate is {rate:g}; when it was saved it was {_RATE:g}. It belongs to the optimizer's state.",
+        f"the learning rate is {rate:g}; the saved one was {_RATE:g}. It belongs to the optimizer's state.",
     )
     expect(
         _near(_go_on(model, optimizer, _STEP, _MORE), end),
@@ -539,5 +539,5 @@ def _judge_resumed(
 
 @check("Task 3, a checkpoint in parts")
 def checkpoint(save: Callable, resume: Callable) -> None:
-    """Graded by bytes, sent and written, and by equality with a training that is not interrupted."""
+    """Graded by bytes, sent and written, and by equality with uninterrupted training."""
     on_ranks(_checkpoint_on_a_rank, RANKS, save, resume)

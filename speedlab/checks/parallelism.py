@@ -33,12 +33,12 @@ from speedlab.checks.core import (
 
 
 class _Ranks:
-    """Threads that play ranks. It counts what each sends, to whom, and keeps; a deadlock is seen without a clock."""
+    """Threads that play ranks. Counts what each sends, to whom, and keeps; detects a deadlock without a clock."""
 
     seconds = 20.0
 
     def __init__(self, count: int, rule: str = ""):
-        self.rule = rule  # told where what arrives has another shape
+        self.rule = rule  # the hint where a tensor of a different shape arrives
         self.count, self.sent, self.reduced = count, [0] * count, [[] for _ in range(count)]
         self.neighbours: list[set[int]] = [set() for _ in range(count)]
         self.alive, self.most_alive = [0] * count, [0] * count
@@ -63,7 +63,7 @@ class _Ranks:
         to = self._other(rank, chunk, to, "sends to")
         here = f"On {self.count} ranks, rank {rank} sends numbers of type {chunk.dtype}"
         why = "Narrower numbers are rounded, and wider ones cost more bytes."
-        expect(chunk.dtype == torch.float32, f"{here}; the tensor's are torch.float32. {why}")
+        expect(chunk.dtype == torch.float32, f"{here}; those in the tensor are torch.float32. {why}")
         with self._turn:
             self.sent[rank] += chunk.nbytes
             self.neighbours[rank].add(to)
@@ -125,13 +125,13 @@ class _Ranks:
 def _expect_one_neighbour(world: _Ranks) -> None:
     for rank, to in enumerate(world.neighbours):
         here = f"The results are right, but this is no ring: of {world.count} ranks, rank {rank} sends to ranks"
-        expect(len(to) <= 1, f"{here} {' and '.join(map(str, sorted(to)))}. Each sends to one neighbour only.")
+        expect(len(to) <= 1, f"{here} {' and '.join(map(str, sorted(to)))}. Each should send to one neighbour only.")
 
 
 # --- Task 1 ---------------------------------------------------------------------------------------------------------
 
 
-_CHUNKS = " In step s the chunk that leaves is rank - s, the one that arrives rank - s - 1, both modulo world_size."
+_CHUNKS = " In step s a rank sends chunk rank - s and receives chunk rank - s - 1, both modulo world_size."
 
 
 @check("Task 1, a ring all-reduce")
@@ -169,8 +169,8 @@ def _judge_sum(tensors: Sequence[torch.Tensor], inputs: torch.Tensor, returned: 
     least = complete.index(min(complete))
     handed_back = all(isinstance(r, torch.Tensor) and torch.equal(r, total) for r in returned or [None])
     hints = {
-        "you return the sum: write it into the tensor that was given, with `copy_` or `+=`.": handed_back,
-        "you make the mean. An all-reduce sums; who wants the mean divides afterwards.": close(
+        "you return the sum: write it into the tensor that you are given, with `copy_` or `+=`.": handed_back,
+        "you compute the mean. An all-reduce sums; divide afterwards if you want the mean.": close(
             [tensor * ranks for tensor in tensors], [total] * ranks
         ),
         _NOWHERE: max(complete) == 0,
@@ -186,9 +186,9 @@ def _judge_sum(tensors: Sequence[torch.Tensor], inputs: torch.Tensor, returned: 
 
 
 _NOWHERE = (
-    "no rank holds a finished sum. Is what `receive` returns written into the tensor? It does not fill its argument. "
+    "no rank holds a finished sum. Do you write what `receive` returns to the tensor? It does not fill its argument. "
     "A part from `tensor_split` is a view: `chunk.add_(..)` changes the tensor, `chunk = chunk + ..` does not. "
-    "If that is so, look at the numbers: to the right, in step s chunk rank - s leaves and rank - s - 1 comes, both "
+    "If so, check the numbers: to the right, step s sends chunk rank - s and receives chunk rank - s - 1, both "
     "modulo world_size. What arrives is added in the first world_size - 1 steps; in the second phase, s counts on."
 )
 
@@ -221,7 +221,7 @@ def column_linear(answer: Callable) -> None:
             expect(
                 calls == [x.nbytes],
                 f"The gradients are right, but backward reduces {len(calls)} times, {sum(calls)} bytes in all. Only "
-                f"the gradient of x is a sum over ranks: one all_reduce of {x.nbytes} bytes.",
+                f"the gradient of x is a sum over ranks: use one all_reduce of {x.nbytes} bytes.",
             )
 
 
@@ -235,7 +235,7 @@ def _use_column(answer: Callable, world: _Ranks, x, weight, gradient, rank: int)
     expect(unchanged, "Your function changes the numbers in x or in share. Others need them: leave them as they are.")
     expect(
         out.shape == wanted.shape,
-        f"On {world.count} ranks the output has shape {tuple(out.shape)}; a share of {tuple(own.shape)} makes "
+        f"On {world.count} ranks the output has shape {tuple(out.shape)}; a share of shape {tuple(own.shape)} gives "
         f"{tuple(wanted.shape)}: all rows, this rank's features.",
     )
     expect(
@@ -277,8 +277,8 @@ def _judge_gradients(x_grad, share_grad, rank, ranks, x, weight, gradient, reduc
     expect(share_grad is not None, "The share of the weight gets no gradient: return it as the second one.")
     expect(
         near(share_grad, own),
-        "The gradient of the share is wrong: it is grad.T @ x, of the share's shape, and belongs to this rank alone: "
-        "it is not summed over ranks.",
+        "The gradient of the share is wrong: it should be grad.T @ x, of the share's shape. It belongs to this rank "
+        "alone and is not summed over ranks.",
     )
 
 
@@ -385,10 +385,10 @@ def bubble(answer: Callable[[int, int], float]) -> None:
                 "A stage works in m slots and waits in p - 1: how many are there in all?": (p - 1) / (m + p),
                 "That is rounded: return the number as it comes.": abs(got - wanted) < 5e-3,
             }
-            slots = "Count slots: a stage works in m of them, and waits while the first one comes through the others."
+            slots = "Count slots: a stage works in m of them and waits while the first micro-batch passes the others."
             why = diagnose(got, hints, otherwise=slots)
             fail(
-                f"{p} stages, {m} micro-batches, played step by step: {played} of the time is idle, not {said}. {why}"
+                f"{p} stages, {m} micro-batches, in a simulated run: {played} of the time is idle, not {said}. {why}"
             )
 
 
@@ -408,8 +408,8 @@ def enough(answer: Callable[[int, float], int]) -> None:
             fail(f"{here}, {got} micro-batches are too few: the bubble is {idle}.")
         if got > wanted:
             rounding = (
-                "By hand (p - 1) (1 - limit) / limit is a whole number here, and is enough: at most, not below. Or "
-                "did floating point come out a hair above it, to be rounded up?"
+                "By hand, (p - 1) (1 - limit) / limit is a whole number here, and is enough: at most, not below. Or "
+                "did floating point come out a hair above it, so that you rounded up?"
             )
             hints = {
                 rounding: got == solved + 1,
@@ -427,7 +427,7 @@ def enough(answer: Callable[[int, float], int]) -> None:
 
 
 class _Made(TorchDispatchMode):
-    """Numbers in the tensors that a rank makes: the most in one of them, and the most in all that live at once."""
+    """Numbers in the tensors that a rank makes: the most in one of them, and the most in all alive at once."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -470,7 +470,7 @@ def ring_attention(answer: Callable) -> None:
             given = [tensor[rank].clone() for tensor in (q, k, v)]
 
             def send(chunk: torch.Tensor, to: int) -> None:
-                made[rank].sending = True  # the copy on its way is nobody's
+                made[rank].sending = True  # the copy in transit belongs to no rank
                 world.send(rank, chunk, to)
                 made[rank].sending = False
 
@@ -484,17 +484,17 @@ def ring_attention(answer: Callable) -> None:
             _judge_attention(out, rank, q, k, v)
         here, block, table = f"On {ranks} ranks the output is right, but", 4 * tokens * width, 4 * tokens * tokens
         most, kept, sent = 4 * max(each.largest for each in made), 4 * max(world.most_alive), max(world.sent)
-        sizes = f"A block of keys has {block}, its scores have {table}"
+        sizes = f"A block of keys takes {block}, its scores take {table}"
         expect(
             most <= 2 * max(block, table) or ranks < 3,
-            f"{here} a rank makes a tensor of {most} bytes. {sizes}: take one block at a time, by a matrix product, "
-            "and join no blocks.",
+            f"{here} a rank makes a tensor of {most} bytes. {sizes}: take one block at a time, with a matrix "
+            "product, and join no blocks.",
         )
         held = 4 * max(each.most_alive for each in made)
         expect(
             held <= 24 * max(block, table) or ranks < 16,
             f"{here} a rank has {held} bytes of tensors at once. {sizes}: keep no copies of the blocks that "
-            "came, nor scores or outputs of each; three running values are enough.",
+            "came, and no scores or outputs for each; three running values are enough.",
         )
         expect(
             kept <= 4 * block,
@@ -573,10 +573,10 @@ overrule = choices(
     {"starved": "fix first", "full": "ZeRO-3", "long": "sequence", "slow network": "pipeline", "spare": "one GPU"},
     ("one GPU", "data", "ZeRO-3", "tensor", "pipeline", "sequence", "fix first"),
     {
-        "starved": "The GPUs wait for the data loader; eight would wait eight times as hard, however they split.",
-        "full": "State that is the same on eight ranks ran out of room. Divide it among the data-parallel ranks: the "
+        "starved": "The GPUs wait for the data loader; eight would wait eight times as hard, however you split.",
+        "full": "State that is the same on eight ranks does not fit. Divide it among the data-parallel ranks: the "
         "network inside a machine can take it, and the layers stay whole.",
-        "long": "There is no batch to split, and one sequence's activations do not fit. Which kind splits tokens?",
+        "long": "There is no batch to split, and one sequence's activations do not fit. Which plan splits tokens?",
         "slow network": "Count bytes at 1 GB/s. Gathering 13 B weights in 16 bits takes 24 s, again and again, since "
         "only one sequence fits at a time; the all-reduces in the layers take 3 s for each of 1,024 sequences. What "
         "travels between two stages is one layer's output.",

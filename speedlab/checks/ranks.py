@@ -27,7 +27,7 @@ with FakeTensorMode():
 def defined(number: int, text: str, name: str) -> Callable:
     """An answer, from the text that defines it; errors find its lines as they do in a notebook."""
     file, module = f"<answer {number}>", types.ModuleType(f"answer_{number}")
-    sys.modules[module.__name__] = module  # or objects of the answer's classes could not be pickled
+    sys.modules[module.__name__] = module  # otherwise objects of the answer's classes could not be pickled
     module.torch = torch
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
     exec(compile(text, file, "exec"), module.__dict__)
@@ -38,7 +38,7 @@ def play(folder: Path, **group) -> None:
     """Join the group that `init_process_group` makes of these arguments, do the folder's task, write the report."""
     task = json.loads((folder / "task.json").read_text(encoding="utf-8"))
     work = getattr(importlib.import_module(task["module"]), task["work"])
-    # a rank that waits for one that does not come gives up before its own time is up; connecting has a minute
+    # a rank that waits in vain for another gives up before its own time is up; connecting gets a minute
     patience, connecting = timedelta(seconds=max(1.0, task["seconds"] / 2)), timedelta(seconds=60)
     changeable = hasattr(dist, "set_timeout")  # since torch 2.12
     dist.init_process_group("gloo", timeout=connecting if changeable else patience, **group)

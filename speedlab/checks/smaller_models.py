@@ -48,7 +48,7 @@ class Training:
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         others = "train_step gets an optimizer that holds the parameters of another model. Copy the two together."
         expect(held == {id(p) for p in model.parameters()}, others)
-        expect(0 <= step < length, f"a run of {length} steps has no step {step}: they count from 0.")
+        expect(0 <= step < length, f"a run of {length} steps has no step {step}: steps count from 0.")
         self.steps += 1
         expect(self.steps <= _MOST_STEPS, f"you have run {_MOST_STEPS} steps, far more than are due.")
         generator = torch.Generator().manual_seed(step)
@@ -80,7 +80,7 @@ def train_lengths(answer: Callable[..., Mapping[int, nn.Module]]) -> None:
                 if distance(list(model.parameters()), list(wanted[0].parameters())):
                     fail(f"the model of {length} steps differs from one trained alone. {_why(model, wanted[0])}")
             due = max(max(0, length - cooldown) for length in lengths) + sum(min(cooldown, n) for n in lengths)
-            how = "Run the trunk once, up to the last branch, and from each branch its cooldown only."
+            how = "Run the trunk once, up to the last branch, and from each branch run only its cooldown."
             expect(run.steps <= due, f"you run {run.steps} steps; {due} are enough. {how}")
 
 
@@ -94,26 +94,26 @@ def _why(model: nn.Module, wanted: nn.Module) -> str:
     hints = {
         "It has not been trained at all.": not took,
         f"It was made without step {missing[:1]}.": bool(missing),
-        f"It was made by {len(took)} steps, so it goes on from a model that was further already, at least in part. "
-        "Take the lengths from the shortest on, and copy the pair before a cooldown.": len(took) > len(due),
+        f"It was made by {len(took)} steps, so it goes on from a model that was further along, at least in part. "
+        "Go through the lengths from the shortest on, and copy the pair before a cooldown.": len(took) > len(due),
         "Its steps come in another order.": steps != sorted(steps),
         f"Step {wrong[:1]} had the rate of a run of another length. Where does its cooldown begin, and does it go on "
         "from a run that has cooled down?": bool(wrong),
     }
     state = "a new one has lost its state, and one that loads a state_dict shares its tensors with the old one."
-    return diagnose(None, hints, f"Its steps and rates are right, so it is the optimizer: {state} Copy the pair.")
+    return diagnose(None, hints, f"Its steps and rates are right, so the optimizer is wrong: {state} Copy the pair.")
 
 
 # --- Task 2 ---------------------------------------------------------------------------------------------------------
 
 _KEEPS = ((32, 0.25), (32, 0.5), (32, 0.75), (14, 0.25), (32, 1.0))  # samples, and the share to keep
 _WRONG_STEPS = {
-    "An old gradient is in it: zero_grad comes before backward.": "zero",
+    "It contains an old gradient: call zero_grad before backward.": "zero",
     "You train on the smallest losses; keep the largest.": "easy",
     "You train on the first samples: choose those with the largest losses.": "first",
     "Divide by the samples that you keep, not by those of the batch.": "divided",
     "That is the sum of the losses; take their mean.": "sum",
-    "Run the selection pass in eval mode: else BatchNorm uses the batch's own statistics.": "train",
+    "Run the selection pass in eval mode: otherwise BatchNorm uses the batch's own statistics.": "train",
 }
 
 
@@ -149,7 +149,7 @@ def selective_step(answer: Callable[..., object]) -> None:
                 _examine_cost(got.step(), wanted.step(), plain.step(), keep, distance(got.model, before) > 0)
                 moved, due = (int(run.model[1].num_batches_tracked) for run in (got, wanted))
                 selecting = (
-                    "Run the selection pass in eval mode: no_grad does not stop BatchNorm from taking in the batch."
+                    "Run the selection pass in eval mode: no_grad does not stop BatchNorm updating its statistics."
                 )
                 trained = "Put the model back into train mode before it trains on the samples that you keep."
                 counts = f"BatchNorm has counted {moved} batches in {nth} steps, not {due}."
@@ -246,7 +246,7 @@ def quantize(answer: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
             except Exception as error:
                 fail(f"raise a ValueError with a sentence, not {type(error).__name__}.")
             else:
-                fail("raise a ValueError that says so: one such weight would spoil its row without a word.")
+                fail("raise a ValueError that says so: one such weight would spoil its row silently.")
 
 
 def _numbers_and_scales(value: object, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -309,7 +309,7 @@ _MLPS = (  # inputs, hidden neurons, outputs, neurons to keep, activation, biase
 
 @check("Task 4, neurons cut out")
 def cut_neurons(answer: Callable[[nn.Sequential, int], nn.Sequential]) -> None:
-    torch.manual_seed(101)  # of the first weights, each criterion that a hint names keeps other neurons
+    torch.manual_seed(101)  # with these first weights, each criterion that a hint names keeps different neurons
     for wide, hidden, out, keep, activation, biases in _MLPS:
         first, second = nn.Linear(wide, hidden, bias=biases[0]), nn.Linear(hidden, out, bias=biases[1])
         nn.init.uniform_(second.weight, -2, 2)
@@ -325,7 +325,7 @@ def cut_neurons(answer: Callable[[nn.Sequential, int], nn.Sequential]) -> None:
             expect(flags == kept, "you freeze the network that you are given, or change its mode: leave it as it is.")
             _examine_layers(got, model, keep)
             flops, wanted = count.flops(lambda: got(x)), 2 * len(x) * keep * (wide + out)  # noqa: B023
-            expect(flops == wanted, f"a forward pass takes {flops} FLOPs, not {wanted}: run both layers once.")
+            expect(flops == wanted, f"a forward pass takes {flops} FLOPs, not {wanted}: run both layers once each.")
             stay = first.weight.norm(dim=1).topk(keep).indices
             masked = second(model[1](first(x)) * torch.zeros(hidden).index_fill(0, stay, 1.0))
             differs = "it differs from the network with the other neurons zeroed. "
@@ -345,7 +345,7 @@ def _examine_layers(got: nn.Module, model: nn.Sequential, keep: int) -> None:
     why = zeros if found == whole else both
     expect(found == wanted, f"the weights have shapes {found}, not {wanted}. {why}")
     features = [(layer.out_features, layer.in_features) for layer in layers]
-    expect(features == wanted, "in_features and out_features still tell the old widths: make new nn.Linear layers.")
+    expect(features == wanted, "in_features and out_features still give the old widths: make new nn.Linear layers.")
     alike = [(new.bias is None) == (was.bias is None) for new, was in zip(layers, old, strict=True)]
     expect(all(alike), "a layer with a bias keeps one, and a layer without gets none.")
     first, second = (None if layer.bias is None else len(layer.bias) for layer in layers)
@@ -374,10 +374,10 @@ def _why_cut(got: nn.Module, model: nn.Module, stay: list[int]) -> str:
     criteria = {
         "These have the smallest norms; keep the largest.": -was.weight.norm(dim=1),
         "These are the first ones: choose by the norm.": -torch.arange(float(len(was.weight))),
-        "That is by the outgoing weights; take a neuron's incoming ones.": then.weight.norm(dim=0),
-        "That is by the sum of absolute weights; a norm squares them first.": was.weight.abs().sum(1),
-        "That is by the sum of weights, in which signs cancel.": was.weight.sum(1),
-        "That is with the bias: leave it out of the norm.": was.weight.norm(dim=1)
+        "You rank by the outgoing weights; use a neuron's incoming ones.": then.weight.norm(dim=0),
+        "You rank by the sum of absolute weights; a norm squares them first.": was.weight.abs().sum(1),
+        "You rank by the sum of the weights, in which signs cancel.": was.weight.sum(1),
+        "You include the bias: leave it out of the norm.": was.weight.norm(dim=1)
         if was.bias is None
         else torch.cat([was.weight, was.bias[:, None]], 1).norm(dim=1),
     }
@@ -387,7 +387,7 @@ def _why_cut(got: nn.Module, model: nn.Module, stay: list[int]) -> str:
     if set(rows) != set(stay):
         return f"You keep the neurons {rows}, not {stay}. {diagnose(None, found)}"
     if rows != columns:
-        return f"The rows are of the neurons {rows}, and the columns of {columns}: take the same, in one order."
+        return f"The rows belong to neurons {rows}, the columns to {columns}: take the same ones, in one order."
     if first.bias is not None and not torch.equal(first.bias, was.bias[rows]):
         return "The first layer's bias is not that of its neurons: cut it like the rows."
     same = then.bias is None or torch.equal(second.bias, then.bias)
@@ -405,12 +405,12 @@ _SETTINGS = ((1.0, 1.0), (3.0, 1.0), (2.0, 0.3), (3.0, 0.0))  # temperature, alp
 _FAULTS = {
     "Multiply the soft loss by temperature squared, or its gradient fades as the temperature rises.": "square",
     'The default reduction also divides by the number of classes: reduction="batchmean".': "mean",
-    "The soft loss is a sum over the batch, not a mean.": "sum",
+    "Your soft loss is a sum over the batch: take the mean.": "sum",
     "kl_div expects log-probabilities of the student: log_softmax, not softmax.": "probabilities",
     "kl_div takes the student first, then the teacher.": "swapped",
-    "The soft loss is missing, or alpha and 1 - alpha are exchanged: alpha weighs the soft loss.": "alpha",
-    "The temperature does not divide the teacher's logits; it divides both.": "teacher",
-    "The temperature does not divide the student's logits; it divides both.": "student",
+    "The soft loss is missing, or alpha and 1 - alpha are exchanged: alpha weights the soft loss.": "alpha",
+    "You do not divide the teacher's logits by the temperature; divide both.": "teacher",
+    "You do not divide the student's logits by the temperature; divide both.": "student",
     "The hard loss is missing.": "soft only",
     "The hard loss takes the logits as they are, not divided by the temperature.": "softened",
     "Multiply the soft loss by the temperature squared, not by the temperature.": "once",
@@ -451,12 +451,12 @@ def distillation_loss(answer: Callable[..., torch.Tensor]) -> None:
                 got.flops <= 1.01 * wanted.flops,  # room for a sum written as a product; any layer again is more
                 f"the step takes {got.flops} FLOPs; {wanted.flops} are enough. {both}",
             )
-            late = "detach comes too late, when the teacher's activations are kept: run it under no_grad."
+            late = "detach comes too late, when the teacher's activations are already kept: run it under no_grad."
             expect(got.kept <= wanted.kept + 6000, f"{got.kept} bytes are kept; {wanted.kept} would do. {late}")
             moved = distance(got.teacher, wanted.teacher) > 0
-            expect(not moved, "the teacher's BatchNorm has taken in the batch: call teacher.eval(), as it may train.")
+            expect(not moved, "the teacher's BatchNorm was updated: call teacher.eval(), as it may be in train mode.")
             expect(got.student.training, "the student must stay in train mode.")
-            expect(got.modes["student"] != {False}, "the student runs in eval mode: it is to train.")
+            expect(got.modes["student"] != {False}, "the student runs in eval mode: it must be in train mode.")
             still = "the teacher runs in train mode, at least its dropout or its BatchNorm: call teacher.eval()."
             expect(True not in got.modes["teacher"], still)
             ratio = f"its norm is {got.gradient.norm() / wanted.gradient.norm():.3g} times that of the right one. "
@@ -474,7 +474,7 @@ def distillation_loss(answer: Callable[..., torch.Tensor]) -> None:
 def _why_gradient(gradient: torch.Tensor, setting: tuple[float, float]) -> str:
     sets = itertools.chain.from_iterable(itertools.combinations(_FAULTS, number) for number in (1, 2, 3))
     found = {" ".join(hints): functools.partial(_faulty, setting, hints) for hints in sets}
-    late = "That is the gradient at temperature 1: divide the logits, before the softmax, and multiply by its square."
+    late = "That is the gradient at temperature 1: divide the logits by the temperature, and multiply by its square."
     found = {late: functools.partial(_faulty, (1.0, setting[1]), ()), **found}
     return diagnose(gradient, found, "Compare with the formula, term by term.", _same)
 
@@ -515,13 +515,13 @@ class _Distilled:
         self.value = float(value.detach())
 
     def teachers_entropy(self, temperature: float) -> float:
-        """That of its softened probabilities, as a mean over the batch."""
+        """The entropy of its softened probabilities, as a mean over the batch."""
         with torch.no_grad():
             logits = copy.deepcopy(self.teacher).eval()(self.batch[0]) / temperature
         return float(torch.distributions.Categorical(logits=logits).entropy().mean())
 
     def _note_mode(self, module: nn.Module, _: object) -> None:
-        """Note in which mode a layer runs whose result depends on it: also one of a copy."""
+        """Note the mode in which a layer runs if its result depends on the mode: also a layer of a copy."""
         if isinstance(module, nn.Dropout | nn.BatchNorm1d):
             teachers = isinstance(module, nn.Dropout) or module.num_features == 64
             self.modes["teacher" if teachers else "student"].add(module.training)
@@ -545,7 +545,7 @@ def lora(adapter: Callable, adapted: Callable, merged: Callable) -> None:
             expect(frozen, "adapter leaves the base trainable: freeze all of it.")
             expect(not (up @ down).any(), "up @ down must be zero at first: let one of the two begin as zeros.")
             got = _output(adapted, x, base, down, up, alpha)
-            expect(down.requires_grad and up.requires_grad, "adapted freezes down or up: it only reads them.")
+            expect(down.requires_grad and up.requires_grad, "adapted freezes down or up: it must only read them.")
             why = "up @ down is zero, so adapted must give base(x), bias included, and no more."
             expect(_same(got, base(x)), f"before the first step the output differs from the base's: {why}")
             got.square().sum().backward()
@@ -592,7 +592,7 @@ def _examine_trained(adapted: Callable, merged: Callable, x, base, down, up, alp
     scales = {
         "Scale the change by alpha / rank: here it has no scale.": 1,
         "Divide alpha by the rank.": alpha,
-        "Divide alpha by the rank; the square root of it is another method, rsLoRA.": alpha / rank**0.5,
+        "Divide alpha by the rank; dividing by its square root is a different method, rsLoRA.": alpha / rank**0.5,
         "The scale is upside down.": rank / alpha,
         "The scale is there twice.": (alpha / rank) ** 2,
         "The change is missing.": 0,
@@ -631,4 +631,4 @@ def _examine_trained(adapted: Callable, merged: Callable, x, base, down, up, alp
     faults = {"Its bias is not the base's: copy that, too.": other_bias, **faults}
     expect(_same(got, wanted), lambda: why.format("merged", diagnose(got, faults, other, _same)))
     spoiled = distance([down, up], before) > 0 or not (down.requires_grad and up.requires_grad)
-    expect(not spoiled, "down or up has changed, or been frozen: merged only reads them.")
+    expect(not spoiled, "down or up has changed, or been frozen: merged must only read them.")
