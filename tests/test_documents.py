@@ -72,6 +72,14 @@ def test_each_item_of_a_list_begins_a_line(name):
 
 
 @pytest.mark.parametrize("name", documents())
+def test_a_number_that_ends_a_sentence_does_not_begin_a_line(name):
+    lines = FENCE.sub("", documents()[name]).splitlines()
+    for before, line in itertools.pairwise(lines):
+        goes_on = before.strip() and not re.match(r"\s*(?:> ?)?(?:\d+[.)] |[-*] |  )", before)
+        assert not (goes_on and re.match(r"\s*(?:> ?)?\d+[.)] ", line)), f"{name}: this would be a list: {line[:60]}"
+
+
+@pytest.mark.parametrize("name", documents())
 def test_pictures_have_alt_text(name):
     prose = documents()[name]
     for mark, text, target in LINK.findall(prose):
