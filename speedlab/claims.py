@@ -2,7 +2,7 @@
 
 A claim can fail: it compares what was run, counted or read here with something from elsewhere (a closed formula,
 another implementation, a library, a published figure). And it is deterministic: it holds on any machine, under load,
-on a CPU or a GPU. No claim depends on a clock.
+on a CPU or a GPU. A clock decides one only where the difference is many times the noise.
 """
 
 import torch

@@ -34,7 +34,7 @@ def compiler(kind: str | None = None) -> str | None:
     """The compiler that torch.compile's own backend can use here: 'g++', 'clang++', 'cl', 'Triton', or None.
 
     `kind` is 'cpu' or 'cuda'; by default `machine.device()` decides. The compiler is tried on a one-line function,
-    because one that exists may still lack a header or a linker. That takes seconds at first, a moment once the kernel
+    because one that exists may still lack a header or a linker. The trial takes seconds, or a moment once the kernel
     is in the cache, whose folder is checked first (see `compile_cache`). `NO_COMPILER` is the sentence for None.
     """
     compile_cache()

@@ -56,7 +56,7 @@ def run(
     """Run `script` on that many processes, as torchrun does, and return what each of them printed.
 
     The processes see the machine's GPUs where there is one for each, and none otherwise: the script takes NCCL if
-    `torch.cuda.is_available()`, else gloo, where torchrun still waits after `os._exit(0)`. `environment` is added to
+    `torch.cuda.is_available()`, else gloo, where torchrun hangs after `os._exit(0)`. `environment` is added to
     theirs, `options` go to torchrun. After `timeout` seconds, or at an interrupt, all are ended. Raises LaunchError,
     the traceback of the rank that failed first on top, and ValueError for a missing script or a number not above 0.
     """

@@ -119,7 +119,7 @@ def compare(
     later would look slower than it is. Each variant is called twice to warm up. After `min_rounds` rounds, and each
     time their number has doubled, the ratios are looked at: sampling ends once each is clearly faster, slower or the
     same within 5%, or when `seconds`, the budget over all variants, is spent (SPEEDLAB_SECONDS in the environment
-    lowers it, and lets any round be the last). A sentence in place of a function says why it is not run here.
+    lowers it, and lets any round be the last). A sentence in place of a function says why a variant is not run here.
     """
     names = tuple(variants)
     not_run = {name: step for name, step in variants.items() if isinstance(step, str)}

@@ -1,4 +1,4 @@
-"""Run only what a change can have touched: notebooks whose code or local files differ from what made their outputs,
+"""Run only what a change may have touched: notebooks whose code or local files differ from what made their outputs,
 notebooks and tests that git sees as changed, and tests of changed modules.
 
 `make test` is the proof; this is for between two edits. Usage: python tools/check.py [--since REF] [pytest arguments]
@@ -39,7 +39,7 @@ def touched(since: str) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Run only what a change can have touched.")
+    parser = argparse.ArgumentParser(description="Run only what a change may have touched.")
     parser.add_argument("--since", default="HEAD", help="the commit to compare with (HEAD)")
     given, rest = parser.parse_known_args()
     names = touched(given.since)

@@ -183,12 +183,12 @@ def remember(answer: Callable[[Training], Callable[[], None]]) -> None:
         # where no step has been made, put_back first meets half a step, without an optimizer's state
         expect(not steps or _same(_trained_on(made), wanted), "After remember, training does not go on as it would "
                "have. It should only copy.")  # fmt: skip
-        for time in ("", ", when put back a second time,", *[", when put back many times,"] * 3):
+        for time in ("", " when put back a second time", *[" when put back many times"] * 3):
             _half_a_step(made)
             put_back()
             part = changed(before, made)
             expect(part is None, f"With {steps} steps behind it and some more since, the training run "
-                   f"differs from before{time} in its {part}. {_why_changed(part, before, made)}")  # fmt: skip
+                   f"differs from before in its {part}{time}. {_why_changed(part, before, made)}")  # fmt: skip
             new = next((name for name, part in parts.items() if getattr(made, name) is not part), None)
             expect(new is None, f"After put_back, the {new} is another object. A loop that holds the old one goes on "
                    "with it: load into the object that was there.")  # fmt: skip

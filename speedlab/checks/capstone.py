@@ -447,9 +447,8 @@ def _examine_plan(got: object, layers: list[Layer], batch: int, limit: int, over
     }
     left_out = {told: min(map(costs.get, plans), default=0) for told, plans in without.items()}
     hint = " ".join(filter(None, (diagnose(cost, left_out), hint)))
-    expect(
-        cost == least, f"your plan {micro, sorted(again)} fits and costs {cost}; the cheapest costs {least}. {hint}"
-    )
+    said = f"your plan {micro, sorted(again)} fits and costs {cost}; the cheapest that fits costs {least}. {hint}"
+    expect(cost == least, said)
 
 
 def _cheaper(micro: int, again: int, best: list[tuple]) -> str:

@@ -215,7 +215,7 @@ _CHAIN_FAULTS = {
     "all full": "The result of a step on vectors is a vector: as large as the largest of its *own* operands.",
     "first": "A result is as large as the largest of its operands, which need not be the first.",
     "last": "A result is as large as the largest of its operands, which need not be the last.",
-    "twice": "The kernel keeps what it has read in a register: an input that is used twice is read once.",
+    "twice": "The kernel keeps in a register what it has read: an input that is used twice is read once.",
     "unused": "An input that no operation uses is not read.",
     "last only": "Every result in `kept` must be written, not only the last one.",
     "all written": "A result that nobody needs afterwards never leaves the register: write only those in `kept`.",

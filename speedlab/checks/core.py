@@ -398,8 +398,8 @@ def side_by_side(*works: Callable[[], object], seconds: float) -> list:
     """Call functions at the same time, each in a thread, and return what they return, in order.
 
     The first error ends the others and is raised again; so does a timeout, whose message names the line that
-    the answer is at. Where the answer is not at work (a slow import, a busy machine), the limit is four times that.
-    A thread that blocks inside C is left behind: it is a daemon.
+    the answer is at. Where the answer is not at work (a slow import, a busy machine), the limit is four times
+    `seconds`. A thread that blocks inside C is left behind: it is a daemon.
     """
     results: list = [None] * len(works)
     errors: list[BaseException] = []
@@ -528,7 +528,7 @@ def on_ranks(work: Callable, ranks: int, *answers: Callable, seconds: float = 60
         "given": given,
         "seconds": seconds,
     }
-    # on the CPU, even where there is a GPU for each: that is where the answers' tensors are
+    # on the CPU, even where each rank has a GPU: the answers' tensors are on the CPU
     paths = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "CUDA_VISIBLE_DEVICES": ""}
     with tempfile.TemporaryDirectory(prefix="speedlab-") as folder:
         Path(folder, "task.json").write_text(json.dumps(task), encoding="utf-8")

@@ -56,7 +56,7 @@ def forecast(answer: Callable[[float, float, int], tuple[float, float]]) -> None
                 "Waiting is never negative.": share < -1e-6,
                 "Do not round it.": abs(share - waits) < 0.01,
             }
-            text = f"the model works {step:g} of {wanted:g} s; the share of the time that it waits"
+            text = f"the model works {step:g} of {wanted:g} s; the share of the time in which it waits"
             _agree(text, share, waits, hints, "Divide the waiting by the whole step.", absolute=1e-6)  # fp32 will do
 
 

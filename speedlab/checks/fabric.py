@@ -334,7 +334,7 @@ def _expect_each_on_its_own(fabric: _Watched, groups: list[Batches]) -> list[boo
     turns = [entry[0] for entry in fabric.noted if entry[0] in ("forward", "backward")]
     kept = "you make several forwards before a backward, so that all their activations are kept at once"
     expect(turns == ["forward", "backward"] * len(wanted), f"{kept}: call backward after each forward.")
-    torn = "the forward and the backward of a micro-batch belong inside `no_backward_sync`: DDP decides in forward."
+    torn = "a micro-batch's forward and backward both belong inside `no_backward_sync`: DDP decides in forward."
     expect([held for _, held, _ in forwards] == backwards, torn)
     return backwards
 
@@ -427,7 +427,10 @@ def _examine_scaled(answer: Callable[..., float]) -> None:
     wanted, [norm] = _steps(task, [task.batches()], clip=functools.partial(nn.utils.clip_grad_norm_, max_norm=0.05))
     said = f"In 16-mixed the loss is scaled, and the gradients with it: you find a norm of {number(got):.4g}, not"
     clips = bool(fabric.all_noted("clip"))
-    measured = "Return what `fabric.clip_gradients` returns: gradients are scaled before it and clipped after it."
+    measured = (
+        "Return what `fabric.clip_gradients` returns: before the call the gradients are still scaled, and after it "
+        "they are already clipped."
+    )
     why = "`nn.utils.clip_grad_norm_` does not know the scale; `fabric.clip_gradients` unscales first."
     same = close(number(got), norm, 0.05) and distance(model, wanted) < 1e-3
     expect(same, f"{said} {norm:.4g}. {measured if clips else why}")

@@ -192,8 +192,8 @@ def _examine_steps(
     for _, gradient in steps:
         expect(
             gradient.isfinite().all(),
-            "a gradient holds a nan. Sum the losses, divide by the group's target count, and leave out a group that "
-            "has none.",
+            "a gradient holds a nan. Sum the losses, divide by the number of targets in the group, and leave out "
+            "a group that has none.",
         )
     fewer = "Each group ends in a step, even the last: step when i + 1 is a multiple, and return after the loop."
     if not all(_targets([batch]) for group in cut for batch in group):
@@ -282,7 +282,7 @@ CONFIGURATIONS = tuple(
         (6, 12, 10, 48, 3, True),
     )
 )
-# which a formula must also get right, but a table of the four above does not
+# setups that a formula must also get right, and that a table of the four above does not cover
 _MORE = tuple(dict(zip(_NAMES, setup, strict=True)) for setup in ((3, 6, 7, 24, 2, False), (2, 9, 5, 40, 3, True)))
 
 

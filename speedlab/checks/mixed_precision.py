@@ -65,7 +65,7 @@ def gap(answer: Callable[[float, torch.dtype], float]) -> None:
                 "`finfo.tiny` says how close to zero the format reaches, not how fine it is here.": info.tiny,
                 "That is half the gap: where updates get lost, or the gap to the next smaller number.": wanted / 2,
                 "That is twice the gap: take the power of two below the weight (`math.floor` of a logarithm "
-                "in double precision, which rounds none of these weights up).": 2 * wanted,
+                "in double precision, where it is not rounded up to a whole number).": 2 * wanted,
                 "Gaps change only at powers of two: round the weight down to a power of two.": info.eps * abs(weight),
                 f"You measure from {shown} itself; measure from the number as {name} stores it.": unrounded,
             }
@@ -789,7 +789,7 @@ def choose_scale(answer: Callable[[list[torch.Tensor]], float | None]) -> None:
         possible = [k for k in range(-126, 128) if _damage(gradients, 2.0**k) == (0, 0)]
         got, rule = (
             ask(answer, gradients),
-            "fp16 rounds to the nearest: a number above 2^-25 to 2^-24 at least, one below 65520 to 65504 at most",
+            "fp16 rounds to the nearest: a number above 2^-25 becomes 2^-24 at least; one below 65520, 65504 at most",
         )
         with where(f"For {story}"):
             empty = not any(gradient.any() for gradient in gradients)

@@ -382,7 +382,7 @@ def _judge_accuracy(got: Sequence[float], wanted: torch.Tensor, rows: Rows) -> N
 
     def hints_of(rank: int) -> dict[str, float]:
         return {
-            "That is the accuracy on its own share: sum the counts over the ranks, then divide.": means[rank],
+            "What it says is the accuracy on its own share: sum the counts over the ranks, then divide.": means[rank],
             "That is the mean of the ranks' accuracies, but shares differ in size. Sum the counts, then divide.": (
                 sum(means) / ranks
             ),

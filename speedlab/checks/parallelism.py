@@ -170,7 +170,7 @@ def _judge_sum(tensors: Sequence[torch.Tensor], inputs: torch.Tensor, returned: 
     handed_back = all(isinstance(r, torch.Tensor) and torch.equal(r, total) for r in returned or [None])
     hints = {
         "you return the sum: write it into the tensor that you are given, with `copy_` or `+=`.": handed_back,
-        "you compute the mean. An all-reduce sums; divide afterwards if you want the mean.": close(
+        "you compute the mean. An all-reduce sums; a caller who wants the mean divides afterwards.": close(
             [tensor * ranks for tensor in tensors], [total] * ranks
         ),
         _NOWHERE: max(complete) == 0,
@@ -186,7 +186,7 @@ def _judge_sum(tensors: Sequence[torch.Tensor], inputs: torch.Tensor, returned: 
 
 
 _NOWHERE = (
-    "no rank holds a finished sum. Do you write what `receive` returns to the tensor? It does not fill its argument. "
+    "no rank holds a finished sum. Is what `receive` returns written into the tensor? It does not fill its argument. "
     "A part from `tensor_split` is a view: `chunk.add_(..)` changes the tensor, `chunk = chunk + ..` does not. "
     "If so, check the numbers: to the right, step s sends chunk rank - s and receives chunk rank - s - 1, both "
     "modulo world_size. What arrives is added in the first world_size - 1 steps; in the second phase, s counts on."
@@ -385,7 +385,7 @@ def bubble(answer: Callable[[int, int], float]) -> None:
                 "A stage works in m slots and waits in p - 1: how many are there in all?": (p - 1) / (m + p),
                 "That is rounded: return the number as it comes.": abs(got - wanted) < 5e-3,
             }
-            slots = "Count slots: a stage works in m of them and waits while the first micro-batch passes the others."
+            slots = "Count slots: a stage works in m of them and waits while the first micro-batch is in the others."
             why = diagnose(got, hints, otherwise=slots)
             fail(
                 f"{p} stages, {m} micro-batches, in a simulated run: {played} of the time is idle, not {said}. {why}"

@@ -405,7 +405,7 @@ _SETTINGS = ((1.0, 1.0), (3.0, 1.0), (2.0, 0.3), (3.0, 0.0))  # temperature, alp
 _FAULTS = {
     "Multiply the soft loss by temperature squared, or its gradient fades as the temperature rises.": "square",
     'The default reduction also divides by the number of classes: reduction="batchmean".': "mean",
-    "Your soft loss is a sum over the batch: take the mean.": "sum",
+    "Your soft loss is a sum over the batch: divide it by the number of samples.": "sum",
     "kl_div expects log-probabilities of the student: log_softmax, not softmax.": "probabilities",
     "kl_div takes the student first, then the teacher.": "swapped",
     "The soft loss is missing, or alpha and 1 - alpha are exchanged: alpha weights the soft loss.": "alpha",
@@ -456,7 +456,7 @@ def distillation_loss(answer: Callable[..., torch.Tensor]) -> None:
             moved = distance(got.teacher, wanted.teacher) > 0
             expect(not moved, "the teacher's BatchNorm was updated: call teacher.eval(), as it may be in train mode.")
             expect(got.student.training, "the student must stay in train mode.")
-            expect(got.modes["student"] != {False}, "the student runs in eval mode: it must be in train mode.")
+            expect(got.modes["student"] != {False}, "the student runs in eval mode: it must run in train mode.")
             still = "the teacher runs in train mode, at least its dropout or its BatchNorm: call teacher.eval()."
             expect(True not in got.modes["teacher"], still)
             ratio = f"its norm is {got.gradient.norm() / wanted.gradient.norm():.3g} times that of the right one. "
@@ -474,7 +474,10 @@ def distillation_loss(answer: Callable[..., torch.Tensor]) -> None:
 def _why_gradient(gradient: torch.Tensor, setting: tuple[float, float]) -> str:
     sets = itertools.chain.from_iterable(itertools.combinations(_FAULTS, number) for number in (1, 2, 3))
     found = {" ".join(hints): functools.partial(_faulty, setting, hints) for hints in sets}
-    late = "That is the gradient at temperature 1: divide the logits by the temperature, and multiply by its square."
+    late = (
+        "That is the gradient at temperature 1: divide the logits by the temperature, before the softmax, and "
+        "multiply the soft loss by its square."
+    )
     found = {late: functools.partial(_faulty, (1.0, setting[1]), ()), **found}
     return diagnose(gradient, found, "Compare with the formula, term by term.", _same)
 
@@ -606,7 +609,7 @@ def _examine_trained(adapted: Callable, merged: Callable, x, base, down, up, alp
     wanted, made = F.linear(x, base.weight + alpha / rank * change, base.bias), []
     other = "It is base(x) + alpha / rank * (x @ down.T @ up.T)."
     flops = count.flops(lambda: made.append(_output(adapted, x, base, down, up, alpha)) or made[0].sum().backward())
-    expect(distance([down, up], before) == 0, "down or up has changed: adapted only reads them.")
+    expect(distance([down, up], before) == 0, "down or up has changed: adapted must only read them.")
     why = "with a trained adapter, what {} gives is wrong. {}"
     expect(_same(made[0], wanted), lambda: why.format("adapted", diagnose(made[0], faults, other, _same)))
     due = 2 * x.shape[:-1].numel() * (2 * base.weight.numel() + 3 * rank * sum(base.weight.shape))

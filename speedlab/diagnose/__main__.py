@@ -12,7 +12,7 @@ def size(said: str) -> int:
     """Bytes in `16GiB`, `800MB` or `1e9`."""
     found = re.fullmatch(r"([\d.]+(?:e\d+)?)\s*([KMGT]?)(i?)B?", said.strip(), re.I)
     if not found:
-        raise argparse.ArgumentTypeError(f"{said!r} is not a size; write it as 16GiB or 800MB")
+        raise argparse.ArgumentTypeError(f"{said!r} is not a size; write one like 16GiB or 800MB")
     number, prefix, binary = found.groups()
     return int(float(number) * (1024 if binary else 1000) ** (" KMGT".index(prefix.upper() or " ")))
 

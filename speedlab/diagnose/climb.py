@@ -405,7 +405,7 @@ def _seen(job: Job, model: nn.Module, batch: object) -> list[torch.Tensor]:
         if any(kind.__name__ == "GradientCheckpointingLayer" for kind in type(module).__mro__):
             module.training = True
     watched = model.register_forward_hook(lambda module, given, out: found.extend(tensors(_uncached(out))))
-    # evaluation mode switches off dropout layers; this switches off the dropout that a module itself calls
+    # evaluation mode switches off dropout layers; this, the dropout that a module in training mode calls itself
     undropped = patch.object(nn.functional, "dropout", lambda input, *_, **__: input)
     with watched, undropped, inductor.patch(fallback_random=True):  # compiled code then draws eager mode's noise
         loss = job.loss(model, batch)
@@ -446,7 +446,7 @@ def trains(job: Job) -> bool:
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
-    """The members of each outermost ModuleList or Sequential, if all of one type: a transformer's layers."""
+    """The members of each ModuleList or Sequential of one type that is in no other such: a transformer's layers."""
     found, inside = [], set()
     for module in model.modules():
         parts = list(module) if isinstance(module, nn.ModuleList | nn.Sequential) and module not in inside else []
