@@ -132,7 +132,7 @@ class Notebook(IPyNbFile):
         self.kernel.kc.execute = lambda code, **options: execute(code, **{**options, "store_history": True})
 
     def _start(self, trials: int = 3) -> None:
-        """Start the kernel, once more where it dies at once: another process may take a port chosen for it."""
+        """Start the kernel, and again where it dies at once: another process may take a port chosen for it."""
         try:
             super().setup()
         except RuntimeError:
