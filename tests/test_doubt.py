@@ -94,6 +94,48 @@ def test_after_a_change_what_no_claim_caught_is_tried_again():
     assert len({row["change"] for row in later["faults"]} | {f.change for f in again}) == 3
 
 
+PAGE = """\
+def half(x):
+    \"\"\"Half of x.\"\"\"
+    return x / 2  # exact
+claim_equal(f"{n}: the format", half(n).dtype, "float32")
+print(f"half is {half(n)}", "exactly")
+names = ["half"]
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("Half of x.", "The half of x."),
+        ("# exact", "# to the bit"),
+        (": the format", ", its format"),
+        ("half is ", "the half: "),
+        ('"exactly"', '"to the bit"'),
+    ],
+)
+def test_other_words_do_not_make_results_old(old, new):
+    assert PAGE.count(old) == 1
+    entry, chosen = doubt.plan(None, [PAGE], 20, 0)
+    entry["faults"] = [{"change": f.change, "kind": f.kind, "result": "comparison"} for f in chosen]
+    assert chosen and doubt.plan(entry, [PAGE.replace(old, new)], 0, 0) == (entry, [])
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("x / 2", "x / 3"),
+        ('"float32"', '"bfloat16"'),
+        ("{half(n)}", "{n}"),
+        ('["half"]', '["third"]'),
+        ("{n}:", "{m}:"),
+    ],
+)
+def test_other_code_makes_results_old(old, new):
+    assert PAGE.count(old) == 1
+    assert doubt.plan(None, [PAGE.replace(old, new)], 0, 0)[0] != doubt.plan(None, [PAGE], 0, 0)[0]
+
+
 @pytest.fixture(scope="module")
 def notebook(tmp_path_factory):
     sources = {

@@ -14,11 +14,13 @@ import ast
 import concurrent.futures
 import copy
 import hashlib
+import io
 import json
 import multiprocessing
 import os
 import random
 import time
+import tokenize
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,9 +79,24 @@ def sample(found: list[Fault], count: int, seed: int) -> list[Fault]:
     return chosen
 
 
+def _plain(source: str) -> str:
+    """A cell without what only IPython understands."""
+    return "\n".join(" " * len(line) if line.startswith(("%", "!")) else line for line in source.splitlines())
+
+
+def _without_comments(text: str) -> str:
+    """Code of the same length, blanks in the place of its comments."""
+    lines = text.splitlines(keepends=True)
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            row, start, end = token.start[0] - 1, token.start[1], token.end[1]
+            lines[row] = lines[row][:start] + " " * (end - start) + lines[row][end:]
+    return "".join(lines)
+
+
 def _faults_in(number: int, source: str) -> Iterator[Fault]:
-    text = "\n".join(" " * len(line) if line.startswith(("%", "!")) else line for line in source.splitlines())
-    tree = ast.parse(text)
+    text = _plain(source)
+    tree, uncommented = ast.parse(text), _without_comments(text)
     # the tree counts columns in bytes
     lines = [0, *(i + 1 for i, byte in enumerate(text.encode()) if byte == 10)]
     encoded = text.encode()
@@ -91,7 +108,7 @@ def _faults_in(number: int, source: str) -> Iterator[Fault]:
         return at(node.lineno, node.col_offset), at(node.end_lineno, node.end_col_offset)
 
     def fault(kind: str, start: int, end: int, new: str) -> Fault:
-        line = " ".join(text[text.rfind("\n", 0, start) + 1 : (text + "\n").find("\n", end)].split())
+        line = " ".join(uncommented[text.rfind("\n", 0, start) + 1 : (text + "\n").find("\n", end)].split())
         said = "deleted" if kind == "line" else f"{text[start:end].strip(', ')} -> {new or 'left out'}"
         return Fault(number, kind, start, end, new, f"cell {number}: {said}: {line}")
 
@@ -227,7 +244,28 @@ def mark_of(path: Path) -> str:
 
 
 def _mark(sources: list[str]) -> str:
-    return hashlib.sha256("\n".join(sources).encode()).hexdigest()[:12]
+    """A hash of the code, the same in each Python: without comments, docstrings, and the words of what is shown."""
+    code: list[str] = []
+    for source in sources:
+        tree = ast.parse(_plain(source))
+        words = {id(word) for node in ast.walk(tree) for word in _words(node)}
+        for node in ast.walk(tree):
+            values = () if id(node) in words else [value for _, value in ast.iter_fields(node)]
+            code += [type(node).__name__, *(repr(v) for v in values if not isinstance(v, ast.AST | list))]
+    return hashlib.sha256(" ".join(code).encode()).hexdigest()[:12]
+
+
+def _words(node: ast.AST) -> Iterator[ast.AST]:
+    """The constants below a node that only say something to a reader."""
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+        yield node.value
+    elif isinstance(node, ast.Call) and (_spared(node) or _shows(node)):
+        name = ast.unparse(node.func)  # what a claim or a quotation is compared with comes after its words
+        compared = name.startswith("claim") or name in ("measured", "quoted")
+        for said in node.args[:1] if compared else [*node.args, *(keyword.value for keyword in node.keywords)]:
+            for text in said.elts if isinstance(said, ast.List | ast.Tuple) else [said]:
+                parts = text.values if isinstance(text, ast.JoinedStr) else [text]
+                yield from (part for part in parts if isinstance(part, ast.Constant) and isinstance(part.value, str))
 
 
 def note(entry: dict, fault: Fault, result: str) -> None:
