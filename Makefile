@@ -5,15 +5,15 @@
 ## make doubt        plant small faults in lessons and count what catches them: a claim, the comparison, or nothing
 ## make exercises    generate the exercises from the solutions
 ## make site         build the course as web pages in build/site; ARGS=--check looks at every page in Chromium
-## make present      rehearse a lesson, open a live copy, name its slides: make present UNIT=9.1.1
-## make bench        climb the ladders on this machine and store what they measured
-## make checkpoints  train the small shipped checkpoints again
-## make hosted       write the notebooks for Colab and Kaggle, and links to hosted places: make hosted REPO=owner/name
+## make present      rehearse a lesson, open a live copy, serve its slides: make present UNIT=9.1.1
+## make bench        climb the ladders on this machine and store the measurements
+## make checkpoints  train the small checkpoints of the course again
+## make hosted       write notebooks for Colab and Kaggle, and links to hosted platforms: make hosted REPO=owner/name
 ## make lint         check the style of code and notebooks
 ## make clean        remove .venv, caches and build leftovers
 ##
-## More arguments: make test ARGS="tests -q". Another Python: make clean, then make lab PYTHON=python3.13.
-## Where PyTorch comes from: make lab TORCH_BACKEND=cpu, or cu130, or registry.
+## More arguments: make test ARGS="tests -q". A different Python: make clean, then make lab PYTHON=python3.13.
+## To choose where PyTorch comes from: make lab TORCH_BACKEND=cpu, or cu130, or registry.
 
 PYTHON ?= python3
 COURSE := @$(PYTHON) tools/course.py

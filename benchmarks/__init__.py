@@ -1,1 +1,1 @@
-"""The course's measurements, as scripts: what they find goes to results/<machine>.json, with a full stamp."""
+"""The course's measurements, as scripts; what they find goes to results/<machine>.json, stamped with its origin."""

@@ -1,7 +1,7 @@
-"""Everything that this course measures, in order of worth, on one machine; it goes on where it stopped.
+"""Everything that this course measures, most useful first, on one machine; a new call goes on where the last stopped.
 
-For a machine that is yours for an hour, in calls of ten minutes: python -m benchmarks --minutes 9 --out DIR, again
-and again until it says that all is done. DIR has to outlast the calls. --scale tiny tries everything out.
+On a machine that is yours for an hour, in calls of ten minutes, repeat python -m benchmarks --minutes 9 --out DIR
+until it says that all is done. DIR has to outlast the calls. --scale tiny tries everything out.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""The back ends of scaled_dot_product_attention: time and memory, forward and backward, by the sequence's length."""
+"""The back ends of scaled_dot_product_attention: time and memory, forward and backward, by sequence length."""
 
 import functools
 import sys
@@ -18,10 +18,10 @@ HEADS, WIDTH = 12, 64
 
 
 def measured(length: int, batch: int, dtype: str, session: Session, rows: list[dict]) -> list[dict]:
-    """A row per back end, each timed in turns with the plain products; on a GPU with its peak of memory."""
+    """A row per back end, their timings interleaved; on a GPU with its peak memory."""
     task = f"attention in {dtype}, {batch} × {length} tokens, {HEADS} heads of {WIDTH}"
     if not machine.is_fast(dtype):
-        return [{"task": task, "not_run": f"{dtype} has no fast hardware here"}]
+        return [{"task": task, "not_run": f"there is no fast hardware for {dtype} here"}]
     shape = (batch, HEADS, length, WIDTH)
     made = {"device": session.device, "dtype": machine.DTYPES[dtype], "requires_grad": True}
     query, key, value = (torch.randn(shape, **made) for _ in range(3))
@@ -59,13 +59,13 @@ def measured(length: int, batch: int, dtype: str, session: Session, rows: list[d
 
 
 def reason(error: RuntimeError, said: list[str]) -> str:
-    """Why a back end refused: it warns of that, and that others were left out; its error says nothing."""
+    """Why a back end refused: the first warning that gives a reason, otherwise the first line of the error."""
     telling = [text for text in said if "not used because" not in text and "runtime disabled" not in text]
     return telling[0].split(" (Triggered internally")[0].strip() if telling else first_line(error)
 
 
 def items(session: Session) -> Iterator[Item]:
-    """An item per length and dtype; the tokens of a batch stay the same."""
+    """An item per length and dtype; on a GPU every batch has the same number of tokens."""
     shapes = ((512, 32), (2048, 8), (8192, 2)) if session.on_gpu else ((512, 2), (2048, 1))
     for length, batch in ((64, 1),) if session.tiny else shapes:
         for dtype in ("bf16", "fp32"):

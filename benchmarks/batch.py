@@ -1,4 +1,4 @@
-"""Throughput and memory of a training step by batch size: where the device is full, and what memory that takes."""
+"""A training step's throughput and memory by batch size: where the device is full, and how much memory that takes."""
 
 import functools
 import sys
@@ -15,7 +15,7 @@ from speedlab import machine, measure
 
 
 def measured(name: str, batch: int, session: Session, rows: list[dict]) -> list[dict]:
-    """One row: samples per second, the share of the measured product, and the allocator's peaks on a GPU."""
+    """One row: samples per second, FLOP/s as a share of a matrix product's, and the allocator's peaks on a GPU."""
     work = MODELS[name](session.device, session.scale)
     half = "bf16" if machine.is_fast("bf16") else "fp32"
     settings = replace(settings_in(work, half, batch), fused=True)
@@ -38,7 +38,7 @@ def measured(name: str, batch: int, session: Session, rows: list[dict]) -> list[
 
 
 def items(session: Session) -> Iterator[Item]:
-    """An item per model and batch, doubling."""
+    """An item per model and batch size; the sizes double."""
     largest = {"ViT-B/16": 11, "DistilBERT": 9} if session.on_gpu else {"ViT-B/16": 5, "DistilBERT": 3}
     for name, powers in largest.items():
         for power in range(0, 3 if session.tiny else powers):

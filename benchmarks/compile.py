@@ -1,6 +1,6 @@
-"""What torch.compile costs and saves: a GELU by hand, cold and warm; and a ViT's training step in each mode.
+"""What torch.compile costs and saves: a GELU written out by hand, and a ViT's training step in each mode.
 
-The GELU is that of unit 9.4, in processes of their own: one with an empty cache, then one with the cache which the
+The GELU is that of unit 9.4. It starts in two processes: one with an empty cache, then one with the cache that the
 first one left. The modes are measured in the same way.
 """
 
@@ -31,7 +31,7 @@ _TIMEOUT = 240
 
 
 def bill(cold: dict, warm: dict) -> dict:
-    """Seconds of a cold and of a warm start, of an eager and a compiled step, and the steps that pay for a start."""
+    """Seconds of a cold and a warm start, of an eager and a compiled step, and the steps that pay for each start."""
     saved = warm["eager_s"] - warm["compiled_s"]
     starts = f"cold {seconds_text(cold['first_s'])}, warm {seconds_text(warm['first_s'])}"
     steps = f"{seconds_text(warm['eager_s'])} eager, {seconds_text(warm['compiled_s'])} compiled"
@@ -48,7 +48,7 @@ def bill(cold: dict, warm: dict) -> dict:
 
 
 def gelu(session: Session, rows: list[dict]) -> list[dict]:
-    """The bill of the lesson's step."""
+    """The bill for the lesson's step."""
     task = "GELU written out by hand, forward and backward"
     if compat.compiler() is None:
         return [{"task": task, "not_run": f"torch.compile finds {compat.NO_COMPILER}"}]
@@ -59,7 +59,7 @@ def gelu(session: Session, rows: list[dict]) -> list[dict]:
 
 
 def mode(name: str, session: Session, rows: list[dict]) -> list[dict]:
-    """The bill of a ViT-B/16's training step under bf16 autocast, compiled as a whole in this mode."""
+    """The bill for a ViT-B/16's training step, in bf16 autocast where that is fast, compiled whole in this mode."""
     task = f"a training step of ViT-B/16, mode {name}"
     if compat.compiler() is None:
         return [{"task": task, "not_run": f"torch.compile finds {compat.NO_COMPILER}"}]
@@ -82,7 +82,7 @@ def mode(name: str, session: Session, rows: list[dict]) -> list[dict]:
 
 
 def measured_here(name: str, scale: str, seconds: float) -> dict:
-    """In a process of its own: the first compiled step's seconds beyond a usual one's, and usual steps' medians."""
+    """In a process of its own: the extra seconds of the first compiled step, and the medians of later steps."""
     device = machine.device()
     work, batch = Vit(device, scale), 4 if scale == "tiny" else 64 if device.type == "cuda" else 8
     half = "bf16" if machine.is_fast("bf16") else "fp32"

@@ -1,7 +1,7 @@
-"""Measures items of work one by one, writes results/<machine>.json after each, and goes on where it stopped.
+"""Measures items of work one by one, writes results/<machine>.json after each, and resumes where it stopped.
 
-A part of the benchmarks is a function of a `Session` that yields items. Each item's rows go to the section of the
-part's name. An item that fails says why in its row, and the next one begins.
+A part of the benchmarks is a function that takes a `Session` and yields items. Each item's rows go into the section
+named after the part. An item that fails says why in its row, and the next one begins.
 """
 
 import argparse
@@ -23,17 +23,17 @@ from speedlab import machine
 from speedlab.results import FOLDER, load
 
 SCALES = ("tiny", "quick", "full")
-# What a call returns that stopped before its end: the same call goes on.
+# The exit code of a call that ran out of time; the same command goes on from there.
 UNFINISHED = 75
-# An item that took the whole call with it so many times is given up.
+# An item that has taken the whole call down this many times is given up.
 _TRIES = 2
-# Seconds for which the rates of the products are taken as they were.
+# Seconds for which measured rates of the products are reused.
 _RATES_HOLD = 60
 
 
 @dataclass(frozen=True)
 class Session:
-    """What all parts of a call share: on what device, how large, and for how many seconds to time one thing."""
+    """What all parts of a call share: the device, the scale, and for how many seconds to time one thing."""
 
     device: torch.device
     scale: str
@@ -50,10 +50,10 @@ class Session:
 
 @dataclass(frozen=True)
 class Item:
-    """One thing to measure: its name in the part, about how many seconds it takes at most, and the measurement.
+    """One thing to measure: its name within the part, a rough upper limit on its seconds, and the measurement.
 
-    `measure(rows)` gets the section's rows so far and returns the item's own, each with its `task` and with `found`,
-    the result in words, or with `not_run`, the sentence that says why there is none.
+    `measure(rows)` gets the section's rows so far and returns the item's own, each with its `task` and either
+    `found`, the result in words, or `not_run`, a sentence that says why there is none.
     """
 
     name: str
@@ -65,7 +65,7 @@ Part = Callable[[Session], Iterable[Item]]
 
 
 class OtherWork:
-    """Counts the work of other processes: the load average cannot, once this process works itself."""
+    """Measures the work of other processes, which the load average cannot tell from this process's own."""
 
     def __init__(self) -> None:
         self.before = self._now()
@@ -74,12 +74,12 @@ class OtherWork:
     def _now() -> tuple[float, float, float]:
         whole, own = psutil.cpu_times(), psutil.Process().cpu_times()
         idle = whole.idle + getattr(whole, "iowait", 0.0)
-        # time spent in a virtual machine is in `user` already
+        # time spent running virtual machines is already part of `user`
         busy = sum(whole) - idle - getattr(whole, "guest", 0.0) - getattr(whole, "guest_nice", 0.0)
         return time.perf_counter(), busy, own.user + own.system + own.children_user + own.children_system
 
     def cores(self) -> float:
-        """Cores that others kept busy since this was made."""
+        """Cores that other processes have kept busy, on average, since this object was made."""
         wall, busy, own = (now - before for now, before in zip(self._now(), self.before, strict=True))
         return max(0.0, (busy - own) / max(wall, 1e-9))
 
@@ -95,15 +95,15 @@ class Day:
         self.rates, self.rates_until = {}, 0.0
 
     def known(self, section: str) -> tuple[list[dict], dict[str, float] | None]:
-        """The rows of a section that count as measured, and the products' rates when they were begun.
+        """The rows of a section that count as measured, and the products' rates from before the first of them.
 
-        Those are rows of this machine, these versions and this scale; of another commit only with --keep, since other
-        code may measure something else. With --again, what was not run is tried once more.
+        Those are rows of this machine, these versions and this scale; rows of other commits count only with --keep,
+        since other code may measure something else. With --again, items that were not run are tried once more.
         """
         found = {} if self.options.fresh else load(self.path).get(section, {})
         stamp, now = found.get("stamp"), record.stamp()
         keys = ("machine", "threads", "versions") + (() if self.options.keep else ("commit",))
-        # writing the results makes the work tree differ from its commit
+        # writing the results makes the working tree differ from its commit
         if not stamp or any(_clean(stamp[key]) != _clean(now[key]) for key in keys):
             return [], None
         rows = [row for row in found["rows"] if "item" in row and row["scale"] == self.session.scale]
@@ -111,7 +111,7 @@ class Day:
         return [row for row in rows if row["item"] in measured], stamp.get("products", {}).get("before")
 
     def part(self, section: str, items: list[Item], order: list[str]) -> bool:
-        """Measure the items that the file lacks and that there is time for; say whether there was time for all."""
+        """Measure the items that the file lacks and that there is time for; return whether there was time for all."""
         rows, before = self.known(section)
         rows = [row for row in rows if row["item"] in order]  # not those of an older list of items
         before, whole = before or self.products(), True
@@ -133,13 +133,13 @@ class Day:
         return whole
 
     def products(self) -> dict[str, float]:
-        """The products' rates, measured within the last minute."""
+        """The products' rates in FLOP/s, measured within the last minute."""
         if time.monotonic() > self.rates_until:
             self.rates, self.rates_until = record.products(), time.monotonic() + _RATES_HOLD
         return self.rates
 
     def measured(self, section: str, item: Item, rows: list[dict]) -> list[dict]:
-        """The rows of an item; an error makes one that says so, and its traceback goes to stderr."""
+        """The rows of an item; an error becomes a row that says so, and its traceback goes to stderr."""
         name, begin, others = f"{section}/{item.name}", time.perf_counter(), OtherWork()
         tries = self.begun(name)
         failed = lambda why: [{"task": item.name, "not_run": why}]  # noqa: E731
@@ -153,14 +153,14 @@ class Day:
         torch.compiler.reset()
         gc.collect()
         if self.session.on_gpu:
-            torch.cuda.synchronize()  # a GPU that a faulty kernel has broken answers no more: this call ends here
+            torch.cuda.synchronize()  # a GPU that a faulty kernel has broken no longer answers: this call ends here
             torch.cuda.empty_cache()
         spent = {"item": item.name, "scale": self.session.scale, "spent_s": round(time.perf_counter() - begin, 1),
                  "other_cores": round(others.cores(), 2)}  # fmt: skip
         return [{**row, **spent} for row in found]
 
     def begun(self, name: str) -> int:
-        """Note that this item begins; return how many calls began it and never came back."""
+        """Note down that this item begins; return how many earlier calls began it and never came back."""
         tries = json.loads(self.tried.read_text()).get(name, 0) if self.tried.exists() else 0
         self.tried.parent.mkdir(parents=True, exist_ok=True)
         self.tried.write_text(json.dumps({name: tries + 1}))
@@ -172,12 +172,12 @@ def _clean(value: object) -> object:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, in one short line."""
-    return (str(error).strip().splitlines() or ["no words"])[0][:160]
+    """The first line of an error's message, cut to 160 characters."""
+    return (str(error).strip().splitlines() or ["no message"])[0][:160]
 
 
 def chosen(asked: str, part: str, names: list[str]) -> list[str]:
-    """The items that `--items` asks for, by number or by name; the first one, which others need, is among them."""
+    """The items that `--items` asks for, by number or name, always with the first one, which the others need."""
     parts = [text.strip() for text in asked.split(",") if text.strip()]
     unknown = [text for text in parts if text not in names and not (text.isdigit() and int(text) < len(names))]
     if unknown:
@@ -188,19 +188,19 @@ def chosen(asked: str, part: str, names: list[str]) -> list[str]:
 
 
 def parse(parts: dict[str, Part], about: str, arguments: list[str] | None) -> argparse.Namespace:
-    """The options, checked; what is wrong with them ends the command with a sentence."""
+    """The options, checked; if one is wrong, the command ends with a sentence that says so."""
     parser = argparse.ArgumentParser(description=about.splitlines()[0])
     usual = os.environ.get("SPEEDLAB_SCALE", "").strip().lower() or "quick"
     parser.add_argument("parts", nargs="*", help=f"{', '.join(parts)}; the default is all, in this order")
-    parser.add_argument("--items", default="", help="items of one part, by number or name, with commas between")
-    parser.add_argument("--minutes", type=float, help="begin nothing that would end later; the same call goes on")
+    parser.add_argument("--items", default="", help="items of one part, by number or name, separated by commas")
+    parser.add_argument("--minutes", type=float, help="begin nothing that would end later; rerun to continue")
     parser.add_argument("--out", type=Path, default=FOLDER, help="the folder of the results file (default: results/)")
-    parser.add_argument("--device", default="", help="cpu or cuda; the default is the GPU where there is one")
+    parser.add_argument("--device", default="", help="cpu or cuda; the default is the GPU if there is one")
     parser.add_argument("--scale", default=usual, help="quick, full (real data), or tiny to try it out")
-    parser.add_argument("--seconds", type=float, help="for timing one thing; default 20 on a CPU, 6 on a GPU")
-    parser.add_argument("--fresh", action="store_true", help="measure anew what the file has already")
-    parser.add_argument("--again", action="store_true", help="try once more what was not run")
-    parser.add_argument("--keep", action="store_true", help="take over what another commit's code has measured")
+    parser.add_argument("--seconds", type=float, help="seconds per thing timed (default: 20 on a CPU, 6 on a GPU)")
+    parser.add_argument("--fresh", action="store_true", help="measure again what the file already has")
+    parser.add_argument("--again", action="store_true", help="retry the items that were not run")
+    parser.add_argument("--keep", action="store_true", help="keep what a different commit's code has measured")
     options = parser.parse_args(arguments)
     for part in options.parts:
         if part not in parts:
@@ -218,24 +218,24 @@ def parse(parts: dict[str, Part], about: str, arguments: list[str] | None) -> ar
     if options.items and len(options.parts) != 1:
         parser.error("--items needs one part: name it.")
     if options.device == "cpu":
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before CUDA is looked for, so that all of speedlab sees the CPU
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before CUDA is looked for, so all of speedlab sees only the CPU
     if options.device == "cuda" and machine.device().type != "cuda":
         parser.error("There is no CUDA GPU here; leave --device out to measure the CPU.")
     return options
 
 
 def main(parts: dict[str, Part], about: str, arguments: list[str] | None = None) -> int:
-    """Run these parts as the command line says; what the process returns: 0, or `UNFINISHED`, or 1 for an error."""
+    """Run these parts as the command line says; returns the exit code: 0, `UNFINISHED`, or another for an error."""
     options = parse(parts, about, arguments)
-    # for the processes that are started from here: the helpers need not be installed
+    # so that processes started from here find the helpers even if these are not installed
     os.environ["PYTHONPATH"] = os.pathsep.join([str(FOLDER.parent), os.environ.get("PYTHONPATH", "")])
     device = machine.device()
     seconds = options.seconds or (6.0 if device.type == "cuda" else 20.0)
     session = Session(device, options.scale, seconds)
     others = OtherWork()
-    print(machine.describe())  # which sleeps for a moment
+    print(machine.describe())  # this call sleeps for a moment
     day = Day(session, options.out, options, others.cores())
-    gc.freeze()  # else each collection between samples looks through all that was imported, a third of a second
+    gc.freeze()  # otherwise each garbage collection between samples scans all that was imported, a third of a second
     try:
         whole = True
         for name in options.parts or parts:
@@ -251,7 +251,7 @@ def main(parts: dict[str, Part], about: str, arguments: list[str] | None = None)
         print(error, file=sys.stderr)
         return 2
     except OSError as error:
-        print(f"The results could not be kept: {error}", file=sys.stderr)
+        print(f"The results could not be saved: {error}", file=sys.stderr)
         return 1
     print("\nAll done." if whole else "\nThe time is up; the same command goes on from here.", "Written to", day.path)
     return 0 if whole else UNFINISHED

@@ -1,7 +1,7 @@
-"""Lightning's batch-size finder against a real out-of-memory: what it returns, what it tried, what was predicted.
+"""Lightning's batch-size finder against a real out-of-memory error: what it returned and tried, what was predicted.
 
-It runs in a process of its own that may use so much memory and no more: on a GPU a share of the allocator's, on a CPU
-the process's address space.
+It runs in a process of its own whose memory is limited: on a GPU what the allocator may take, on a CPU the process's
+address space.
 """
 
 import functools
@@ -32,7 +32,7 @@ def measured(mode: str, session: Session, rows: list[dict]) -> list[dict]:
     """One row: the size found, every size tried and whether it ran, and the largest that was predicted to fit."""
     limit = 2**29 if session.tiny else 8 * 2**30 if session.on_gpu else 6 * 2**30
     if not session.on_gpu and sys.platform != "linux":
-        return [{"task": TASK.format(mode), "not_run": "only Linux limits the memory of a process (RLIMIT_AS)"}]
+        return [{"task": TASK.format(mode), "not_run": "only Linux can limit the memory of a process (RLIMIT_AS)"}]
     asked = [sys.executable, "-m", "benchmarks.finder", "--child", mode, session.scale, str(limit)]
     try:
         ended = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, timeout=_TIMEOUT)
@@ -42,7 +42,7 @@ def measured(mode: str, session: Session, rows: list[dict]) -> list[dict]:
         raise RuntimeError((ended.stderr.strip() or f"exit code {ended.returncode}").splitlines()[-1])
     row = json.loads(ended.stdout.splitlines()[-1])
     failed = [size for size, ran in row["tried"] if not ran]
-    said = f"failed at {', '.join(map(str, failed))}" if failed else "it never met the limit"
+    said = f"failed at {', '.join(map(str, failed))}" if failed else "it never hit the limit"
     found = f"found {row['size']} within {limit / 2**30:.3g} GiB; {said}; predicted to fit: {row['predicted_size']}"
     return [{"task": TASK.format(mode), "mode": mode, "limit": limit, **row, "found": found}]
 
@@ -51,7 +51,7 @@ TASK = "Lightning's finder, mode {}, on ViT-B/16"
 
 
 def find(mode: str, scale: str, limit: int) -> dict:
-    """In a process of its own: run the finder within `limit` bytes of tensors, and note what it tries."""
+    """In a process of its own: run the finder within `limit` bytes, and return what it finds and tries."""
     import lightning
     from lightning.pytorch.tuner import Tuner
     from torch.utils.data import DataLoader, TensorDataset
@@ -94,13 +94,13 @@ def find(mode: str, scale: str, limit: int) -> dict:
     warnings.simplefilter("ignore")
     trainer = lightning.Trainer(max_epochs=1, accelerator=device.type, devices=1, logger=False, barebones=True)
     found = functools.partial(Tuner(trainer).scale_batch_size, Module(), init_val=2, max_trials=12, steps_per_trial=2)
-    size = found(mode=mode, margin=0.0)  # its default takes 5% off, to a size that was never tried
+    size = found(mode=mode, margin=0.0)  # the default margin takes 5% off, which gives a size that was never tried
     whole = {each: all(ran for other, ran in tried if other == each) for each, _ in tried}
     return {"size": size, "tried": [list(pair) for pair in whole.items()], "predicted_size": predicted_size}
 
 
 def largest_predicted(work: Vit, settings, limit: int) -> int:
-    """The largest batch whose predicted peak is within the limit: the peak is affine in the batch."""
+    """The largest batch size whose predicted peak is within the limit, as the peak is affine in the batch size."""
     at = [work.peak_memory(replace(settings, batch=batch)) for batch in (64, 128)]
     slope = (at[1] - at[0]) / 64
     return max(0, int((limit - at[0]) / slope) + 64)

@@ -1,7 +1,7 @@
-"""Three ladders from a naive start through what speeds up training on one device, one idea per rung.
+"""Three ladders from a naive start through all that speeds up training on one device, one idea per rung.
 
-Each rung is timed in turns with the strict-fp32 start (A B B A), and shows its throughput, its speed-up, its memory,
-its share of the hardware's peak, where its time goes, and that it still trains. Usage:
+Each rung is timed alternately with the strict-fp32 start (A B B A). Its row has throughput, speed-up, memory, the
+share of the hardware's peak, where the time goes, and whether it still trains. Usage:
 python -m benchmarks.ladder [vit] [--items 0,5,9] [--scale quick] [--seconds 20] (--help lists the rest)
 """
 
@@ -24,9 +24,9 @@ WORKLOADS = {"vit": Vit, "distilbert": Text, "to-accuracy": Accuracy}
 
 
 def climb(start: Settings, rungs: tuple[Rung, ...], lacks: Callable[[Rung], str]) -> Iterator[tuple[Rung, Settings]]:
-    """(rung, settings) of a ladder, cumulative: a rung that this machine lacks something for changes nothing.
+    """Yield (rung, settings), cumulatively: a rung for which this machine lacks something changes nothing further up.
 
-    `lacks(rung)` is the reason to leave the rung out, or nothing. A rung apart is not built upon.
+    `lacks(rung)` is the reason to leave the rung out, or "". No rung builds on one that stands `apart`.
     """
     settings = start
     for rung in rungs:
@@ -48,7 +48,7 @@ def items(kind: type[Workload], session: Session) -> Iterator[Item]:
 
 
 def measured(race: Race, rung: Rung, settings: Settings, rows: list[dict]) -> list[dict]:
-    """The row of a rung: its place and settings, and its measurement or the reason why there is none."""
+    """The row of a rung: its name and settings, and its measurement or the reason why there is none."""
     work = race.workload
     row = {"task": work.task_of(rung), "rung": rung.name, "why": rung.why, "apart": rung.apart,
            "settings": asdict(settings)}  # fmt: skip
@@ -65,7 +65,7 @@ def measured(race: Race, rung: Rung, settings: Settings, rows: list[dict]) -> li
 
 
 def words(row: dict) -> str:
-    """A measured row as people read it."""
+    """A measured row in words."""
     against = f"{row['speedup']:.2f}x ({row['speedup_low']:.2f} to {row['speedup_high']:.2f}) strict fp32"
     tf32 = f", {row['speedup_tf32']:.2f}x TF32" if row["speedup_tf32"] else ""
     memory = " of ".join(f"{m / 1e9:.1f} GB" for m in (row["memory_measured"], row["memory_predicted"]) if m)
@@ -74,7 +74,7 @@ def words(row: dict) -> str:
 
 
 def proof(row: dict) -> str:
-    """The loss beside the start's, or the time to the target."""
+    """The loss and the start's, or the time to the target accuracy."""
     if "steps" in row:
         seconds = statistics.median(row["steps"]) * row["settings"]["batch"] / row["rate"]
         return f"{row['aim']:.0%} in {seconds:.3g} s"

@@ -19,7 +19,7 @@ NO_GPU = "pinned memory speeds up copies to a GPU, and there is none here"
 
 
 def training(workers: int, pinned: bool, session: Session, rows: list[dict]) -> list[dict]:
-    """Images per second of training from a DataLoader with so many workers."""
+    """One row: images per second in training from a DataLoader with `workers` workers."""
     task = f"training ViT-B/16 from a DataLoader, {workers} workers" + (", pinned" if pinned else "")
     if pinned and not session.on_gpu:
         return [{"task": task, "not_run": NO_GPU}]
@@ -30,7 +30,7 @@ def training(workers: int, pinned: bool, session: Session, rows: list[dict]) -> 
     run = work.build(settings)
     with run.numerics():
         timing = measure.time_step(run.step, seconds=session.seconds)
-    # the mean: batches of several workers come in bursts, of which a median sees the fast ones alone
+    # the mean, since batches of several workers come in bursts, and a median would see only the fast ones
     rate = batch / statistics.fmean(timing.samples)
     row = {
         "task": task,
@@ -44,8 +44,8 @@ def training(workers: int, pinned: bool, session: Session, rows: list[dict]) -> 
 
 
 def copying(session: Session, rows: list[dict]) -> list[dict]:
-    """Bytes per second of a copy to the GPU, from pageable and from pinned memory."""
-    task = "copying 256 MB to the GPU"
+    """Two rows: bytes per second of a copy to the GPU, from pageable and from pinned memory."""
+    task = "copying 256 MiB to the GPU"
     if not session.on_gpu:
         return [{"task": task, "not_run": NO_GPU}]
     source = torch.ones(2**26)
@@ -59,7 +59,7 @@ def copying(session: Session, rows: list[dict]) -> list[dict]:
 
 
 def items(session: Session) -> Iterator[Item]:
-    """An item per number of workers, without and with pinned memory, and one for the copy alone."""
+    """An item per number of workers, with and without pinned memory, and one for the copy alone."""
     cores = machine.cores()
     counts = [0, 1] if session.tiny else [n for n in (0, 1, 2, 4, 8, 16) if n <= cores]
     for workers, pinned in itertools.product(counts, (False, True)):

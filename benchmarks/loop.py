@@ -1,7 +1,7 @@
-"""One training run of a ladder: what a rung may change, and a step whose parts can be told apart.
+"""One training run of a ladder: what a rung may change, and a step whose parts can be timed.
 
-A ladder is a list of rungs; each is one idea, which may set several things. Everything a rung can change stands in
-`Settings`; `Training` is the loop that obeys them. Nothing here reads a clock.
+A ladder is a list of rungs; each is one idea, which may set several things. All that a rung can change is a field of
+`Settings`; `Training` is the loop that follows them. Nothing here reads a clock.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
 class Settings:
     """All that a rung can change. The defaults are the naive start: strict fp32, Adam, a metric read every batch.
 
-    `autocast` is '', 'bf16' or 'fp16' (with a loss scaler); `padding` 'longest', 'batch' or 'buckets'.
+    `autocast` is '', 'bf16' or 'fp16' (with a loss scaler); `padding` is 'longest', 'batch' or 'buckets'.
     """
 
     batch: int
@@ -50,8 +50,8 @@ class Settings:
 class Rung:
     """One change: its name, what it does in a sentence, the settings it sets, and what the machine must have.
 
-    `needs` holds 'cuda', 'cpu', 'glibc', 'bf16' or 'compiler'. A rung that stands `apart` changes the task itself, so
-    that its speed-up is not the same work done faster.
+    `needs` holds any of 'cuda', 'cpu', 'glibc', 'bf16' and 'compiler'. A rung that stands `apart` changes the task
+    itself, so its speed-up is not the same work done faster.
     """
 
     name: str
@@ -64,24 +64,24 @@ class Rung:
 # Rungs that several ladders climb; each is the same change everywhere.
 TF32 = Rung("TF32", "matrix products round their fp32 inputs to 10 bits of mantissa", {"tf32": True}, ("cuda",))
 NO_HOST_SYNCS = Rung("no host syncs", "the metric stays on the device until the end", {"host_metric": False})
-FUSED = Rung("fused optimizer", "one pass over each weight instead of one for every operation", {"fused": True})
+FUSED = Rung("fused optimizer", "one pass over each weight instead of one per operation", {"fused": True})
 AUTOCAST = Rung("bf16 autocast", "matrix products in bf16, weights in fp32", {"autocast": "bf16"}, ("bf16",))
 PLAIN_ATTENTION = Rung(
     "attention as products",
-    "two products and a softmax: the CPU's fused attention has a slow backward pass in bf16 and knows no dropout, "
-    "and its fallback looks for rows that are masked as a whole",
+    "two products and a softmax: the CPU's fused attention has a slow backward pass in bf16 and no dropout, "
+    "and its fallback looks for rows that are masked entirely",
     {"plain_attention": True},
     ("cpu", "bf16"),
 )
 BYTE_DROPOUT = Rung(
     "dropout by the byte",
-    "one random number of 64 bits decides for eight elements; PyTorch's CPU kernel draws one for each",
+    "one 64-bit random number decides for eight elements; PyTorch's CPU kernel draws one per element",
     {"byte_dropout": True},
     ("cpu",),
 )
 MEMORY_KEPT = Rung(
     "memory kept",
-    "the C library keeps what a step frees: the next one need not fetch new pages from the system",
+    "the C library keeps what a step frees, so the next step need not fetch new pages from the system",
     {"keep_memory": True},
     ("cpu", "glibc"),
 )
@@ -94,16 +94,16 @@ BF16_WEIGHTS = Rung(
 
 
 def larger_batch(batch: int) -> Rung:
-    """The rung that grows the batch to this size and leaves the learning rate; for a GPU."""
-    why = f"batch {batch}: the optimizer's pass over the weights serves more"
+    """The rung that grows the batch to this size and keeps the learning rate; for GPUs only."""
+    why = f"batch {batch}: the optimizer's pass over the weights serves more samples"
     return Rung("larger batch", why, {"batch": batch}, ("cuda",))
 
 
 class MasterAdam(torch.optim.Adam):
     """Adam for bf16 weights: it keeps an fp32 master of each, updates that, and rounds it into the weight.
 
-    bf16 stores 7 bits of mantissa: without the master, an update below 1/512 of a weight is lost, and up to 1/256
-    it may be.
+    bf16 stores 7 bits of mantissa: without the master, an update below 1/512 of a weight is always lost,
+    and one up to 1/256 may be.
     """
 
     def __init__(self, weights: list[nn.Parameter], **options):
@@ -125,7 +125,7 @@ class MasterAdam(torch.optim.Adam):
 
 
 def byte_dropout(x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
-    """As F.dropout, with `p` rounded to 256ths and never in place: an element is lost if its random byte is below."""
+    """Like F.dropout, with `p` rounded to 256ths and never in place: a random byte below 256 p drops its element."""
     lost = round(256 * p)
     if not (training and lost):
         return x
@@ -137,21 +137,21 @@ def byte_dropout(x: torch.Tensor, p: float = 0.5, training: bool = True, inplace
 
 
 def attention_as_products(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, **others):
-    """As F.scaled_dot_product_attention of (B, H, T, E), not causal; `attn_mask` is of booleans, or none."""
+    """Like F.scaled_dot_product_attention on (B, H, T, E), never causal; `attn_mask` is boolean or None."""
     assert not is_causal and not any(others.values()), others
     scores = (query * (query.shape[-1] ** -0.5 if scale is None else scale)) @ key.transpose(-2, -1)
     if attn_mask is not None:
         scores = scores.masked_fill(~attn_mask, -torch.inf)
-    with torch.autocast(query.device.type, enabled=False):  # on CUDA it would make the softmax's results fp32
+    with torch.autocast(query.device.type, enabled=False):  # on CUDA autocast would return the softmax in fp32
         shares = scores.softmax(-1)
     return F.dropout(shares, dropout_p) @ value
 
 
 def keep_memory(keep: bool) -> None:
-    """Have glibc keep freed memory for the next step, or give it back as it does on its own (man 3 mallopt).
+    """Have glibc keep freed memory for the next step, or return it to the system as by default (man 3 mallopt).
 
-    Memory that was given back returns as new pages, each zeroed by the kernel when it is first touched. The values
-    for giving back are those that glibc's own adaptation reaches with large tensors, and that setting any turns off.
+    Memory that was returned comes back as new pages, each zeroed by the kernel when it is first touched. The values
+    for returning it are those that glibc's dynamic thresholds reach with large tensors; setting any turns these off.
     """
     trim_threshold, mmap_threshold, mmap_max = -1, -3, -4
     libc = ctypes.CDLL(None)
@@ -167,9 +167,9 @@ def _no_mark(phase: str) -> None:
 
 
 class Training:
-    """A model, its optimizer and its endless batches, and one step of them under the settings.
+    """A model, its optimizer and its endless batches, with a `step` that follows the settings.
 
-    `model` returns logits (B, K) for a batch's inputs. `regional` names the
+    `model` returns logits (B, K) for a batch's inputs. `regional` lists the
     submodules to compile one by one; without it the model is compiled as a whole.
     """
 
@@ -185,7 +185,7 @@ class Training:
         dynamic: bool | None = None,
     ):
         self.settings, self.device, self.batches = settings, device, batches
-        # under fake tensors a module cannot be converted: it is made on the device and in the dtype that it needs
+        # under fake tensors a module cannot be converted, so it is made on the device and in the dtype that it needs
         first = next(model.parameters())
         if first.device != device:
             model = model.to(device)
@@ -205,17 +205,17 @@ class Training:
             self.forward = torch.compile(model, dynamic=dynamic)
 
     def make_optimizer(self, weights: list[nn.Parameter], lr: float) -> torch.optim.Optimizer:
-        """Adam, with fp32 masters where the weights are bf16."""
+        """Adam, with fp32 master weights if the model's are bf16."""
         kind = MasterAdam if self.settings.master else torch.optim.Adam
         return kind(weights, lr=lr, fused=self.settings.fused or None)
 
     def criterion(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """The mean loss of fp32 logits (B, K)."""
+        """The mean loss of fp32 logits (B, K) against labels (B,)."""
         return F.cross_entropy(logits, labels)
 
     @contextlib.contextmanager
     def numerics(self) -> Iterator[None]:
-        """The global switches of these settings, put back afterwards: TF32, and how attention is computed."""
+        """Set the global switches of these settings, then restore them: TF32, attention, dropout, glibc's memory."""
         before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
         torch.set_float32_matmul_precision("high" if self.settings.tf32 else "highest")
         torch.backends.cudnn.allow_tf32 = self.settings.tf32
@@ -241,7 +241,7 @@ class Training:
         return self.criterion(logits.float(), labels), logits
 
     def step(self, batch: Batch | None = None, mark: Callable[[str], None] = _no_mark) -> int:
-        """One optimizer step on `batch`, or the next of its own; returns the samples or tokens that it computed."""
+        """One optimizer step on `batch`, or its own next batch; returns how many samples or tokens it computed."""
         batch = next(self.batches) if batch is None else batch
         mark("data")
         loss, logits = self.loss(self.forward, batch)
@@ -260,7 +260,7 @@ class Training:
         return computed(batch)
 
     def evaluate(self, batch: Batch) -> float:
-        """The loss on `batch` without dropout and without the compiled form, under the rung's precision."""
+        """The loss on `batch` without dropout, not compiled, in the rung's precision."""
         self.model.eval()
         with torch.no_grad(), self.numerics(), torch.compiler.set_stance("force_eager"):
             loss = self.loss(self.model, batch)[0].item()
@@ -269,38 +269,38 @@ class Training:
 
 
 def computed(batch: Batch) -> int:
-    """What a batch makes the device compute: its tokens, padding included, where it has tokens, else its samples."""
+    """How many units of a batch are computed: its tokens, padding included, or, if it has none, its samples."""
     inputs, labels = batch
     return inputs["input_ids"].numel() if "input_ids" in inputs else len(labels)
 
 
 def real(batch: Batch) -> int:
-    """What of it is real: its tokens without the padding, where it has tokens, else its samples."""
+    """How many units of a batch are real: its tokens without padding or, if it has none, its samples."""
     inputs, labels = batch
     return int(inputs["attention_mask"].sum()) if "attention_mask" in inputs else len(labels)
 
 
 def repeated(batch: Batch, times: int) -> Batch:
-    """The batch `times` times over: its mean loss, and so its gradient, are those of the batch itself."""
+    """The batch repeated `times` times; its mean loss, and so its gradient, are those of the batch itself."""
     inputs, labels = batch
     return {k: v.repeat(times, *[1] * (v.dim() - 1)) for k, v in inputs.items()}, labels.repeat(times)
 
 
 def lacking(rung: Rung, device: torch.device) -> str:
-    """The sentence that says why this machine leaves `rung` out, or nothing."""
+    """A sentence that says why this machine leaves `rung` out, or an empty string."""
     if "cuda" in rung.needs and device.type != "cuda":
         return "TF32 is a format of CUDA GPUs" if "tf32" in rung.changes else "this rung is climbed on a GPU only"
     if "glibc" in rung.needs and (device.type != "cpu" or platform.libc_ver()[0] != "glibc"):
-        return "it is about glibc, which serves CPU tensors on Linux; a GPU's memory is kept by PyTorch"
+        return "it changes glibc, which allocates CPU tensors on Linux; a GPU's memory is cached by PyTorch"
     if "cpu" in rung.needs and device.type != "cpu":
         attention = "plain_attention" in rung.changes
-        return f"it mends the CPU's {'attention in bf16' if attention else 'dropout kernel'}; a GPU has its own"
+        return f"it replaces the CPU's {'attention in bf16' if attention else 'dropout kernel'}; a GPU has its own"
     if "bf16" in rung.needs and not machine.is_fast("bf16"):
-        return "bf16 has no fast hardware here: a step in it would take many times as long"
+        return "there is no fast hardware for bf16 here: a step in it would take many times as long"
     lacks_compiler = "compiler" in rung.needs and compat.compiler(device.type) is None
     return "torch.compile finds no compiler here that works" if lacks_compiler else ""
 
 
 def endless(epoch: Callable[[], Iterator[Batch]]) -> Iterator[Batch]:
-    """The batches of one epoch after another."""
+    """Endless batches, one epoch after another."""
     return itertools.chain.from_iterable(epoch() for _ in itertools.count())

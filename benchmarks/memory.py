@@ -30,7 +30,7 @@ _STEPS = 3
 
 @dataclass(frozen=True)
 class Configuration:
-    """What is trained: precision is 'fp32', 'bf16-mixed' (autocast) or 'bf16-true' (weights in bf16)."""
+    """What is trained, and how; `precision` is 'fp32', 'bf16-mixed' (autocast) or 'bf16-true' (weights in bf16)."""
 
     model: str
     batch: int
@@ -58,14 +58,14 @@ CONFIGURATIONS = (
 
 
 def tiny_model(num_classes: int) -> nn.Module:
-    """For trying the script out: the same class at a size that takes a moment."""
+    """For trying the script out: a vision transformer of a size that takes only a moment."""
     return VisionTransformer(32, 8, 2, 2, 32, 128, num_classes=num_classes)
 
 
 def build(
     chosen: Configuration, device: str, tiny: bool = False
 ) -> tuple[nn.Module, torch.optim.Optimizer, Callable[[], None]]:
-    """A model, its optimizer and one training step of it, all on `device`; on fake tensors too."""
+    """A model, its optimizer and a function that does one training step, all on `device`; fake tensors work too."""
     dtype = torch.bfloat16 if chosen.precision == "bf16-true" else torch.float32
     text = chosen.model == "distilbert" and not tiny
     with default_dtype(dtype), torch.device(device):
@@ -93,19 +93,19 @@ def build(
 
 
 def checkpointed(forward: Callable) -> Callable:
-    """`forward`, keeping only its input and computing the rest again in the backward pass."""
+    """`forward`, changed to keep only its input and to recompute the rest in the backward pass."""
     return lambda x: checkpoint(forward, x, use_reentrant=False)
 
 
 def predict(chosen: Configuration, tiny: bool = False) -> int:
-    """Peak allocated bytes, found on fake CPU tensors: nothing is computed, and no device is needed."""
+    """Predicted peak of allocated bytes, from fake CPU tensors: nothing is computed, and no GPU is needed."""
     with warnings.catch_warnings(), as_a_gpu_keeps_it():
-        warnings.filterwarnings("ignore", "Module is None")  # the tracker, of a model inside a model
+        warnings.filterwarnings("ignore", "Module is None")  # the tracker says so about a model inside a model
         return count.predict_peak_memory(lambda: build(chosen, "cpu", tiny)).total
 
 
 def measure(chosen: Configuration, tiny: bool = False) -> dict[str, int]:
-    """What the GPU's allocator says after some real steps, from an empty cache: peak allocated, peak reserved."""
+    """The GPU allocator's peaks in bytes, allocated and reserved, over real steps that start from an empty cache."""
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
@@ -128,13 +128,13 @@ def run(chosen: Configuration, session: Session, rows: list[dict] = ()) -> list[
     else:
         short = too_little_memory(session.device, row["predicted"])
     if short:
-        return [{**row, "not_run": f"{short}; predicted are {row['predicted'] / 1e9:.2f} GB"}]
+        return [{**row, "not_run": f"{short}; the prediction is {row['predicted'] / 1e9:.2f} GB"}]
     row |= measure(chosen, session.tiny)
     return [{**row, "found": words(row)}]
 
 
 def words(row: dict) -> str:
-    """A measured row as people read it, in GB of a thousand million bytes, with the predictor's error."""
+    """A measured row in words, in GB of 10^9 bytes, with the prediction's error."""
     gigabytes = "predicted {predicted:.2f} GB, allocated {allocated:.2f}, reserved {reserved:.2f}".format(
         **{key: row[key] / 1e9 for key in ("predicted", "allocated", "reserved")}
     )

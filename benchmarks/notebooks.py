@@ -1,8 +1,8 @@
-"""Executes every notebook with its claims where there is no Jupyter: each in a process of its own, cell by cell.
+"""Runs every notebook and its claims where there is no Jupyter, each in a process of its own, cell by cell.
 
-IPython's shell runs the cells without a kernel; it needs the packages ipython and ipywidgets, which can be carried as
-wheels. A claim that fails, or any other error, ends the notebook and is named; outputs are not compared. No clock
-counts here, so several run side by side where there are cores for them.
+IPython's shell runs the cells without a kernel; it needs the packages ipython and ipywidgets, which can be brought as
+wheels. A claim that fails, or any other error, ends the notebook and is reported; outputs are not compared. Nothing
+is timed here, so several notebooks run side by side where there are enough cores.
 """
 
 import functools
@@ -23,12 +23,12 @@ from speedlab.display import CLAIM
 
 ROOT = Path(__file__).resolve().parent.parent
 _TIMEOUT = 300
-# What a lesson cannot do without, beside what the benchmarks need.
+# What every lesson needs besides what the benchmarks need.
 _NEEDED = ("IPython", "ipywidgets")
 
 
 def measured(path: Path, session: Session, rows: list[dict]) -> list[dict]:
-    """One row: how many cells ran and how many claims held, and what ended the notebook, if something did."""
+    """One row: how many cells ran and how many claims held, and what ended the notebook, if anything did."""
     task = f"notebook {path.parent.name}/{path.stem} on {session.device.type}"
     code = "\n".join("".join(cell["source"]) for cell in code_cells(path))
     wanted = {
@@ -55,13 +55,13 @@ def measured(path: Path, session: Session, rows: list[dict]) -> list[dict]:
 
 
 def code_cells(path: Path) -> list[dict]:
-    """The code cells of a notebook that hold something."""
+    """The code cells of a notebook that are not empty."""
     cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
     return [cell for cell in cells if cell["cell_type"] == "code" and "".join(cell["source"]).strip()]
 
 
 def execute(path: Path) -> dict:
-    """In a process of its own: run the cells in order until one fails; count them and the claims that held."""
+    """In a process of its own: run the cells in order until one fails; count those that ran and claims that held."""
     from IPython.core.displaypub import DisplayPublisher
     from IPython.core.interactiveshell import InteractiveShell
 
@@ -88,7 +88,7 @@ def execute(path: Path) -> dict:
 
 
 def together(paths: list[Path], session: Session, rows: list[dict]) -> list[dict]:
-    """The rows of notebooks that run at the same time; one that breaks leaves the others alone."""
+    """The rows of notebooks that run at the same time; one that breaks does not affect the others."""
 
     def row(path: Path) -> list[dict]:
         try:
@@ -102,26 +102,26 @@ def together(paths: list[Path], session: Session, rows: list[dict]) -> list[dict
 
 
 def find_all() -> list[Path]:
-    """The lessons in their order, and then the solutions."""
+    """The paths of the lessons in order, then those of the solutions."""
     found = [path for folder in ("code-units", "solutions") for path in sorted((ROOT / folder).rglob("*.ipynb"))]
     return [path for path in found if ".ipynb_checkpoints" not in path.parts]
 
 
 def recorded_seconds(path: Path) -> float:
-    """What the notebook took when its page was recorded, at least 20 s."""
+    """Seconds that the notebook took when its page was recorded (60 if unknown), raised to 20 if it took less."""
     stored = json.loads(path.read_text(encoding="utf-8"))["metadata"].get("recorded", {})
     return max(20, stored.get("seconds", 60))
 
 
 def items(session: Session) -> Iterator[Item]:
-    """An item per group of notebooks that run side by side; on few cores one by one, in the lessons' order."""
+    """An item per group of notebooks that run side by side, or with few cores one by one, in the lessons' order."""
     seconds = {path: recorded_seconds(path) for path in find_all()}
     beside = max(1, machine.cores() - 2)
     order = sorted(seconds, key=seconds.get, reverse=True) if beside > 1 else list(seconds)
     for at in range(0, len(order), beside):
         first, *others = group = order[at : at + beside]
         name = first.relative_to(ROOT).as_posix() + (f" and {len(others)} more" if others else "")
-        # side by side, some take until their time is up
+        # side by side, some run until their timeout
         yield Item(name, seconds[first] if beside == 1 else _TIMEOUT, functools.partial(together, group, session))
 
 

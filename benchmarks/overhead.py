@@ -1,7 +1,7 @@
 """What `measure.compare` itself adds to a step of one millisecond.
 
 The step spins until a millisecond of the clock has passed, so its true cost is known; what the comparison reports
-beyond the same loop without it is its own cost.
+beyond a plain loop over the same step is its own cost.
 """
 
 import statistics
@@ -32,7 +32,7 @@ def measured(session: Session) -> list[dict]:
             spin()
         shares.append((reported - (time.perf_counter() - start) / 100) / STEP_SECONDS)
     share, low, high = statistics.median(shares), min(shares), max(shares)
-    found = f"measuring costs {share:.3%} of it (from {low:.3%} to {high:.3%})"
+    found = f"measuring costs {share:.3%} of the step (from {low:.3%} to {high:.3%})"
     return [{"task": "timing a step of 1 ms", "found": found, "step_s": STEP_SECONDS, "share": share, "low": low,
              "high": high}]  # fmt: skip
 

@@ -1,6 +1,6 @@
-"""The step time of ViT-B/16 and DistilBERT-base in each precision, interleaved against strict fp32.
+"""The step time of ViT-B/16 and DistilBERT-base in each precision, interleaved with strict fp32.
 
-Random weights, so that nothing is downloaded; a step is forward, backward and Adam on a batch that stays.
+Weights are random, so nothing is downloaded; a step is forward, backward and Adam, always on the same batch.
 """
 
 import functools
@@ -21,13 +21,13 @@ TOKENS = 128
 
 
 def settings_in(work: Workload, precision: str, batch: int):
-    """The plain start of a workload with this batch, in 'fp32' (strict), 'tf32', 'bf16' or 'fp16' autocast."""
+    """A workload's start with this batch and no metric, in 'fp32' (strict), 'tf32', or 'bf16' or 'fp16' autocast."""
     half = precision if precision in ("bf16", "fp16") else ""
     return replace(work.start(), batch=batch, tf32=precision == "tf32", autocast=half, host_metric=False)
 
 
 def step_of(run: Training, batch: Batch) -> Callable[[], None]:
-    """One training step under the run's own switches."""
+    """A function that does one training step under the run's own switches."""
 
     def step() -> None:
         with run.numerics():
@@ -37,7 +37,7 @@ def step_of(run: Training, batch: Batch) -> Callable[[], None]:
 
 
 def steps_in_each(work: Workload, batch: int) -> tuple[dict[str, Callable[[], None]], dict[str, str]]:
-    """A training step in each precision that is fast here, and for the others the reason why they are not run."""
+    """A training step in each precision that is fast here, and for each of the others why it is not run."""
     wanted = {"fp32": "", "tf32": "TF32 is a format of CUDA GPUs" if work.device.type != "cuda" else ""}
     for name in ("bf16", "fp16"):
         slow = f"a small product takes {machine.probe()[name]:.0f} times as long as in fp32"

@@ -1,4 +1,4 @@
-"""Measures one rung of a ladder against the start: the race, the memory, the split, and that it still trains."""
+"""Measures one rung of a ladder against the start: the race, the memory, the split, and whether it still trains."""
 
 import gc
 import math
@@ -12,28 +12,28 @@ from benchmarks.loop import Rung, Settings, Training
 from benchmarks.workloads import Workload
 from speedlab import machine, measure
 
-# Dense bf16 peaks by the vendors' data sheets, in FLOP/s, found by the device's name.
+# Dense bf16 peaks from NVIDIA's data sheets, in FLOP/s, looked up by the device's name.
 SPECIFIED = {"H200 NVL": 835e12, "H100 NVL": 835e12, "H100 PCIe": 756e12, "H200": 989.4e12, "H100": 989.4e12,
              "A100": 312e12, "L40S": 362e12, "L4": 121e12}  # fmt: skip
-# as many pairs as an interval of 95% needs
+# as many pairs as a 95% interval needs
 _MIN_ROUNDS = 6
 _SAMPLE_SECONDS = 0.25
 
 
 def specified_flops(device: torch.device) -> float | None:
-    """The device's dense bf16 peak by its data sheet, or None where it is not known."""
+    """The device's dense bf16 peak in FLOP/s from its data sheet, or None if it is not known."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     return next((peak for key, peak in SPECIFIED.items() if re.search(rf"\b{key}\b", name)), None)
 
 
 def product_flops() -> float:
-    """The rate of a large matrix product now, in bf16 where that is fast, else in fp32."""
+    """The current rate of a large matrix product in FLOP/s, in bf16 where that is fast, otherwise in fp32."""
     machine.peak_flops.cache_clear()
     return machine.peak_flops("bf16" if machine.is_fast("bf16") else "fp32")
 
 
 def too_little_memory(device: torch.device, predicted: int) -> str:
-    """The sentence that says that so many bytes are not free here, or nothing."""
+    """A sentence that says that `predicted` bytes and a fifth more are not free here, or an empty string."""
     free = torch.cuda.mem_get_info()[0] if device.type == "cuda" else psutil.virtual_memory().available
     if predicted * 1.2 <= free:
         return ""
@@ -41,7 +41,7 @@ def too_little_memory(device: torch.device, predicted: int) -> str:
 
 
 class Race:
-    """The start of one workload, built once, and each rung in turns with it; `seconds` is what the turns may take."""
+    """Times each rung alternately with a workload's start, which is built once, for about `seconds` per rung."""
 
     def __init__(self, workload: Workload, seconds: float):
         self.workload, self.seconds, self.device = workload, seconds, workload.device
@@ -50,7 +50,7 @@ class Race:
         self._start_seconds = 0.0
 
     def rung(self, rung: Rung, settings: Settings, start: dict | None) -> dict:
-        """Everything that is measured and counted of a rung, or why it was not; `start` is the start's row."""
+        """All that is measured and counted for a rung, or why it is not run; `start` is the start's row, if any."""
         predicted = self.workload.peak_memory(settings)
         if short := too_little_memory(self.device, predicted):
             return {"not_run": short}
@@ -80,7 +80,7 @@ class Race:
         }
 
     def warm_up(self, run: Training) -> float:
-        """Seconds of a step, after enough steps that the last one is warm."""
+        """Run enough steps to be warm, and return the seconds of the last one."""
         batches = self.workload.representative(run.settings) or (None,)
         with run.numerics():
             for batch in batches * (3 if self.device.type == "cuda" or run.settings.compiled else 1):
@@ -90,7 +90,7 @@ class Race:
         return spent
 
     def pairs(self, run: Training, seconds: float) -> list[tuple[float, float]]:
-        """Rates (start, rung), computed units per second, sampled A B B A; the start itself races nobody."""
+        """Rates (start, rung) in computed units per second, sampled A B B A; the start is paired with itself."""
         first, second = (self._start, self._start_seconds), (run, seconds)
         pairs: list[tuple[float, float]] = []
         begin = self.clock()
@@ -104,12 +104,12 @@ class Race:
         return pairs
 
     def sample(self, run: Training, step_seconds: float) -> float:
-        """Computed units per second, over the same batches for every run where batches differ in cost."""
+        """Computed units per second, over the workload's representative batches where batches differ in cost."""
         batches, done = self.workload.representative(run.settings) or (None,), []
         repeats = max(1, math.ceil(_SAMPLE_SECONDS / step_seconds))
         gc.collect()
         with run.numerics():
-            # not timed: fetching the kept memory, which the other's turn gave back, and using up the batches that
+            # not timed: fetching the kept memory, which the other run's turn gave back, and using up the batches that
             # workers prepared during that turn
             for _ in range(max(2 * run.settings.workers, run.settings.keep_memory)):
                 run.step(batches[-1])
@@ -119,7 +119,7 @@ class Race:
     def speeds(
         self, settings: Settings, pairs: list[tuple[float, float]], proof: dict, start: dict | None, product: float
     ) -> dict:
-        """Throughput, speed-up with its interval and use of the hardware, from pairs of rates of computed units."""
+        """Throughput, speed-up with its interval, and hardware utilization, from pairs of rates in computed units."""
         work, specified = self.workload, specified_flops(self.device)
         share, timed = work.share_of_real(settings), work.timed_share(settings)
         real = timed / work.timed_share(work.start())
@@ -144,7 +144,7 @@ class Race:
         }
 
     def split(self, run: Training) -> dict[str, float]:
-        """The share of each part of a step: each part is waited for, so nothing overlaps while this is measured."""
+        """The share of a step's time that each part takes. The clock waits for each part, so none overlap."""
         spent: dict[str, float] = {}
         last = 0.0
 
@@ -171,5 +171,5 @@ class Race:
 
 
 def finite(model: torch.nn.Module) -> bool:
-    """Whether every parameter is a number still: the race trains on, at full batches, after the proof."""
+    """Whether every parameter is still finite: the race goes on training, with full batches, after the proof."""
     return all(bool(weight.isfinite().all()) for weight in model.parameters())

@@ -12,7 +12,7 @@ import torch
 from speedlab import machine
 from speedlab.results import load
 
-# With more than this much other work per core, a run is marked noisy; so it is when a product's rate moves by more.
+# A run is noisy if other work per core exceeds the first, or if a product's rate changes by more than the second.
 _QUIET_LOAD = 0.5
 _STEADY = 1.15
 
@@ -20,7 +20,7 @@ _STEADY = 1.15
 def slug() -> str:
     """A file name for this machine's results: `nvidia-h200`, `amd-epyc-25-17-1-2-cores-avx512-bf16`.
 
-    A processor's name says little: its family, model and stepping tell two kinds of it apart.
+    A processor's name says little, so its family, model and stepping tell similar ones apart.
     """
     found = machine.describe()
     kind = " ".join(machine.processor().get(key, "") for key in ("cpu family", "model", "stepping"))
@@ -29,20 +29,20 @@ def slug() -> str:
 
 
 def products() -> dict[str, float]:
-    """The rate of a large matrix product now, in FLOP/s, in each of fp32, bf16 and fp16 that is fast here."""
+    """The current rate of a large matrix product, in FLOP/s, in each of fp32, bf16 and fp16 that is fast here."""
     machine.peak_flops.cache_clear()
     return {name: machine.peak_flops(name) for name in ("fp32", "bf16", "fp16") if machine.is_fast(name)}
 
 
 def moved(before: dict[str, float], after: dict[str, float]) -> bool:
-    """Whether some product ran at more than 1.15 times the rate of the other measurement."""
+    """Whether any product's rate differs by more than a factor of 1.15 between the two measurements."""
     factors = [after[name] / before[name] for name in before.keys() & after.keys()]
     return any(max(factor, 1 / factor) > _STEADY for factor in factors)
 
 
 @functools.cache
 def stamp() -> dict[str, object]:
-    """What results are made with: machine, processor, instruction sets, versions, date, commit."""
+    """What results were made with: machine, processor, memory, instruction sets, versions, date, commit."""
     found = machine.describe()
     return {
         "machine": found.name,
@@ -78,10 +78,10 @@ def record(
 ) -> dict[str, object]:
     """Put `rows` into a section of the file `path`, with a stamp, and return the section.
 
-    `before` and `after` hold the products' rates when the run began and now. The section is marked noisy where they
-    moved by more than 15%, or those beside which rows were measured differ by more, or where `other_cores`, the cores
-    that other work kept busy, are more than half of them.
-    The file is replaced in one move, so that an interrupt leaves the old one.
+    `before` and `after` hold the products' rates when the run began and now. The section is marked noisy if they
+    differ by more than a factor of 1.15, if the rates measured along with the rows do, or if `other_cores`, the cores
+    that other work kept busy, are more than half of all cores.
+    The file is replaced in one move, so an interrupt leaves the old one intact.
     """
     known = load(path)
     made = {**stamp(), "load": round(other_cores, 2), "products": {"before": before, "after": after}}

@@ -17,7 +17,7 @@ _KEPT = ("cuda_runtime", "cuda_driver", "kernel", "gpu_memcpy", "gpu_memset")
 
 
 def recorded(session: Session) -> list[dict]:
-    """One row: the third step's events, of the device where there is one, else PyTorch's operators."""
+    """One row: the third step's events, those of the GPU if there is one, otherwise PyTorch's operators."""
     model = tiny_model(10).to(session.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=False)
     images, labels = torch.randn(8, 3, 32, 32, device=session.device), torch.arange(8, device=session.device)

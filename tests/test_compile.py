@@ -168,6 +168,12 @@ def test_plans_are_the_closed_formulas_with_any_instruction_set_and_without_a_co
     assert answer.stdout == PLANNED, answer.stderr
 
 
+def test_plans_need_no_compiler_where_there_is_one_that_may_not_be_run(tmp_path):
+    (tmp_path / "g++").write_text("")
+    answer = python(COUNT, PATH=str(tmp_path), CXX="g++", CUDA_VISIBLE_DEVICES="")
+    assert answer.stdout == PLANNED, answer.stderr
+
+
 def test_plans_compute_what_eager_computes_and_leave_nothing_behind(unit):
     import inductor
 
@@ -201,7 +207,7 @@ def test_a_start_that_hangs_or_fails_is_said(unit, monkeypatch, tmp_path):
         cold_start.run(tmp_path, timeout=0.2)
     monkeypatch.setenv("CXX", NO_COMPILER["CXX"])
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    with pytest.raises(RuntimeError, match=r"was to compile failed: .*No working C\+\+ compiler"):
+    with pytest.raises(RuntimeError, match=r"The compiling process failed: .*No working C\+\+ compiler"):
         cold_start.run(tmp_path, seconds=0.1)
 
 

@@ -265,5 +265,5 @@ def test_a_title_that_is_wider_than_its_picture_is_found(letters, cut):
 
     kept = widgets.explore(render, long=ipywidgets.Checkbox(False))
     found = [line for line in move_all() if line.startswith("long=")]
-    assert found == ["long=True: the picture is cut at its side, probably its title"] * cut
+    assert found == ["long=True: the picture is cut off at its side, probably its title"] * cut
     assert not kept.controls["long"].value

@@ -74,4 +74,4 @@ def test_a_measured_row_reads_well_and_states_the_error():
 
 def test_without_a_gpu_it_predicts_and_says_what_it_could_not_read():
     [row] = memory.run(PLAIN, Session(torch.device("cpu"), "tiny", 1.0))
-    assert row["not_run"].startswith("a CPU's allocator keeps no peak; predicted are ")
+    assert row["not_run"].startswith("a CPU's allocator keeps no peak; the prediction is ")

@@ -39,7 +39,7 @@ def module(monkeypatch):
     ("arguments", "world_size", "sentence"),
     [
         (["--rows=3", "--batch=8"], 4, "3 reviews do not fill a batch of 8; take a smaller batch"),
-        (["--batch=6"], 4, "a batch of 6 has no 4 equal shares; take a multiple of 4"),
+        (["--batch=6"], 4, "a batch of 6 is not divisible by 4; take a multiple of 4"),
         (["--epochs=0"], 1, "must be 1 or more"),
     ],
 )
@@ -55,7 +55,7 @@ def test_a_count_that_does_not_divide_the_batch_gets_a_sentence(module, monkeypa
     monkeypatch.setattr(resume, "connect", lambda timeout: (0, 5, torch.device("cpu")))
     with pytest.raises(SystemExit):
         resume.main([str(tmp_path)])
-    assert "a batch of 24 has no 5 equal shares; take 1, 2, 3, 4, 6, 8, 12 or 24" in capsys.readouterr().err
+    assert "a batch of 24 is not divisible by 5; take 1, 2, 3, 4, 6, 8, 12 or 24 ranks" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("processes", [1, 3, 5])

@@ -83,7 +83,7 @@ def test_data_parallelism_is_right_on_unequal_shards():
     ("script", "processes", "arguments", "sentence"),
     [
         ("tensor_parallel.py", 3, (), "start it on 1, 2 or 4 processes, not on 3."),
-        ("pipeline.py", 1, (5, 0), "give it micro-batches that divide 24, not 5."),
+        ("pipeline.py", 1, (5, 0), "choose a number of micro-batches that divides 24, not 5."),
         ("sequence_parallel.py", 5, (), "start it on a number of processes that divides 48, not on 5."),
         ("context_parallel.py", 5, (), "start it on 1, 2, 3, 4, 6, 8, 12 or 24 processes, not on 5."),
         ("grid.py", 1, (), "start it on 4 processes, not on 1."),

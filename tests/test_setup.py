@@ -259,7 +259,7 @@ def test_an_unreachable_index_falls_back_to_the_registry_and_says_so(course):
         ("cause: invalid peer certificate: UnknownIssuer", "A certificate was not accepted: point SSL_CERT_FILE"),
         ("error: No interpreter found for Python >=3.11 in search path", "install Python 3.12"),
         ("cause: Failed to download `https://github.com/astral-sh/python-build-standalone/x`", "install Python 3.12"),
-        ("error: something else broke", "The set-up failed: mend what is said above"),
+        ("error: something else broke", "The set-up failed: fix the problem shown above"),
     ],
 )
 def test_a_failure_becomes_a_sentence(course, says, words):

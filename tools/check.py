@@ -1,7 +1,7 @@
-"""Run only what a change may have touched: notebooks whose code or local files differ from what made their outputs,
+"""Run only what a change may have touched: notebooks whose code or local files are not those that made their outputs,
 notebooks and tests that git sees as changed, and tests of changed modules.
 
-`make test` is the proof; this is for between two edits. Usage: python tools/check.py [--since REF] [pytest arguments]
+`make test` is the proof; this is for use between edits. Usage: python tools/check.py [--since REF] [pytest arguments]
 """
 
 import argparse
@@ -11,12 +11,12 @@ from pathlib import Path
 
 from notebooks import ROOT, find, is_stale, used_by
 
-# They read every text and notebook, and take seconds.
+# These tests read every text and notebook, and take only seconds.
 _ALWAYS = ("tests/test_documents.py", "tests/test_claims_can_fail.py")
 
 
 def changed_files(since: str) -> set[Path]:
-    """What differs from a commit, new files included."""
+    """The paths of the files that differ from a commit, untracked files included."""
     asked = (["git", "diff", "--name-only", since], ["git", "ls-files", "--others", "--exclude-standard"])
     lines: list[str] = []
     for command in asked:
@@ -26,7 +26,7 @@ def changed_files(since: str) -> set[Path]:
 
 
 def touched(since: str) -> list[str]:
-    """The notebooks and test files to run, by their names in the project."""
+    """The paths, relative to the project's root, of the notebooks and test files to run."""
     changed = changed_files(since)
     notebooks = [path for path in find() if path in changed or is_stale(path)]
     tests = [
@@ -39,11 +39,11 @@ def touched(since: str) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Run only what a change may have touched.")
+    parser = argparse.ArgumentParser(description="Run only the notebooks and tests that a change may affect.")
     parser.add_argument("--since", default="HEAD", help="the commit to compare with (HEAD)")
     given, rest = parser.parse_known_args()
     names = touched(given.since)
-    print(f"{len(names)} files can have been touched:", *names, sep="\n  ", flush=True)
+    print(f"{len(names)} files to run:", *names, sep="\n  ", flush=True)
     raise SystemExit(subprocess.run([sys.executable, "-m", "pytest", "--nbval", *rest, *names], cwd=ROOT).returncode)
 
 

@@ -1,10 +1,10 @@
-"""Plant small faults in the lessons' own code, and count how many the proof notices: by a claim, by the comparison.
+"""Plant small faults in the lessons' own code, and count how many the proof notices, by a claim or by the comparison.
 
-For each notebook a seeded sample of changes is drawn: an operator, a constant, a dtype, a keyword left out, a
-line deleted; never in imports, figures, widgets, guesses, in what is timed, in what only a GPU runs, or in the claims
-themselves. With one change at a time the notebook runs again from the top in a fresh kernel. What is found goes to
-results/doubt/units.json; a run goes on where it stopped. After a change of the notebook, what no claim caught is
-tried again, and faults that no longer fit give way to others. A survivor that changes nothing a reader could notice
+For each notebook, a seeded sample of faults is drawn: a changed operator, constant or dtype, a keyword left out, or a
+line deleted; never in imports, figures, widgets, guesses, timed code, code that only a GPU runs, or the claims
+themselves. With one change at a time, the notebook runs again from the top in a fresh kernel. The results go to
+results/doubt/units.json; a later run resumes there. After a change of a notebook's code, what no claim caught is
+tried again, and faults that no longer apply are replaced. A survivor that changes nothing a reader could notice
 is listed with its reason in tools/equivalent_faults.json.
 Usage: python tools/doubt.py [--minutes 60] [--faults 12] [--seed 0] [notebook or folder ...]
 """
@@ -33,7 +33,7 @@ from tqdm import tqdm
 
 RESULTS = ROOT / "results" / "doubt" / "units.json"
 EQUIVALENT = ROOT / "tools" / "equivalent_faults.json"
-# Calls whose arguments are words, pictures, seeds or clocks: a change there is no fault of the lesson.
+# Calls whose arguments are words, pictures, seeds or times: changing those plants no fault in the lesson.
 _SPARED_CALLS = (
     "claim compare compiler copy_bandwidth describe display explore figure filterwarnings HTML ipywidgets is_fast "
     "manual_seed measured peak_flops perf_counter plots quoted seconds_text seed_everything show table time_step "
@@ -52,7 +52,7 @@ _PRECISIONS = {"bf16-mixed": "32-true", "16-mixed": "bf16-mixed", "bf16-true": "
 
 @dataclass(frozen=True)
 class Fault:
-    """One change: in the code cell of this number, from 1, the text from `start` to `end` becomes `text`."""
+    """One change: in code cell number `cell` (from 1), `text` replaces the characters from `start` to `end`."""
 
     cell: int
     kind: str
@@ -68,7 +68,7 @@ def faults(sources: list[str]) -> list[Fault]:
 
 
 def sample(found: list[Fault], count: int, seed: int) -> list[Fault]:
-    """So many of them at random, the kinds in turn, so that constants, the most frequent, leave room for the rest."""
+    """Up to `count` random faults, the kinds in turn, so that constants, the most frequent, leave room for others."""
     chance = random.Random(seed)
     piles: dict[str, list[Fault]] = {}
     for fault in chance.sample(found, len(found)):
@@ -80,12 +80,12 @@ def sample(found: list[Fault], count: int, seed: int) -> list[Fault]:
 
 
 def _plain(source: str) -> str:
-    """A cell without what only IPython understands."""
+    """The cell with blanks in place of lines that only IPython understands, so that its length stays the same."""
     return "\n".join(" " * len(line) if line.startswith(("%", "!")) else line for line in source.splitlines())
 
 
 def _without_comments(text: str) -> str:
-    """Code of the same length, blanks in the place of its comments."""
+    """The code with blanks in place of its comments, so that its length stays the same."""
     lines = text.splitlines(keepends=True)
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.COMMENT:
@@ -147,13 +147,13 @@ def _faults_in(number: int, source: str) -> Iterator[Fault]:
 
 
 def _lesson_code(node: ast.AST) -> Iterator[ast.AST]:
-    """The nodes of a tree where a fault of the lesson could be."""
+    """Yield the nodes of a tree in which a fault may be planted."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.Import | ast.ImportFrom | ast.JoinedStr):
             continue
         if isinstance(node, ast.If | ast.IfExp) and "cuda" in ast.unparse(node.test):
             if child in (node.body if isinstance(node, ast.If) else [node.body]):
-                continue  # a run without a GPU cannot doubt what only a GPU runs
+                continue  # a run without a GPU cannot test what only a GPU runs
         if isinstance(child, ast.keyword) and child.arg in _SPARED_KEYWORDS:
             continue
         if isinstance(child, ast.Call | ast.Expr | ast.Assign | ast.FunctionDef | ast.With) and _spared(child):
@@ -163,7 +163,7 @@ def _lesson_code(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _does_something(node: ast.AST) -> bool:
-    """Whether this line can be deleted as a fault of the lesson: not one that only shows, nor a docstring."""
+    """Whether deleting this statement plants a fault: not if it only shows something, or is a docstring."""
     if isinstance(node, ast.Expr):
         shown = isinstance(node.value, ast.Call) and _shows(node.value)
         return not shown and not isinstance(node.value, ast.Constant)
@@ -171,14 +171,14 @@ def _does_something(node: ast.AST) -> bool:
 
 
 def _shows(call: ast.Call) -> bool:
-    """Whether this prints, or puts a row of texts into a table that is shown below."""
+    """Whether this call prints, or appends formatted text to rows that are shown later."""
     name = ast.unparse(call.func)
     texts = any(isinstance(node, ast.JoinedStr) for argument in call.args for node in ast.walk(argument))
     return name in ("print", "Markdown") or (name.endswith(".append") and texts)
 
 
 def _spared(node: ast.AST) -> bool:
-    """Whether this is about showing or guessing: it calls one of the spared functions, or names a guess."""
+    """Whether this only shows or guesses: it calls a spared function, holds a plotting call, or assigns a guess."""
     if isinstance(node, ast.Assign) and any("guess" in ast.unparse(target) for target in node.targets):
         return True
     if isinstance(node, ast.FunctionDef):
@@ -205,7 +205,7 @@ class _Doubted(NotebookClient):
 
 
 def try_fault(path: Path, fault: Fault | None) -> str:
-    """Run the notebook with the fault: `claim`, `comparison` or `survived`; without one, whether it passes at all."""
+    """Run the notebook with the fault; return `claim`, `comparison` or `survived`. Without one, run it unchanged."""
     stored = nbformat.read(path, as_version=4)
     doubted = copy.deepcopy(stored)
     if fault:
@@ -224,8 +224,8 @@ def try_fault(path: Path, fault: Fault | None) -> str:
 
 
 def plan(entry: dict | None, sources: list[str], count: int, seed: int) -> tuple[dict, list[Fault]]:
-    """What earlier runs found of the lines that still stand, and the faults to try: those missing to `count`, and,
-    after a change, again what no claim caught. `made_by` is of the code that all results hold for."""
+    """Results of earlier runs for the faults that still exist, and the faults to try: new ones up to `count`, and,
+    after a change, those that no claim caught. `made_by` marks the code that all results hold for."""
     mark = _mark(sources)
     entry = entry or {"made_by": mark, "faults": []}
     possible = {fault.change: fault for fault in faults(sources)}
@@ -239,28 +239,29 @@ def plan(entry: dict | None, sources: list[str], count: int, seed: int) -> tuple
 
 
 def mark_of(path: Path) -> str:
-    """Which code a notebook holds now, to compare with the `made_by` of its results."""
+    """The mark of the code that a notebook holds now, to compare with the `made_by` of its results."""
     return _mark([c.source for c in nbformat.read(path, as_version=4).cells if c.cell_type == "code"])
 
 
 def _mark(sources: list[str]) -> str:
-    """A hash of the code, the same in each Python: without comments, docstrings, and the words of what is shown."""
+    """A hash of the code, the same in every Python version, that ignores comments, docstrings and words shown."""
     code: list[str] = []
     for source in sources:
         tree = ast.parse(_plain(source))
         words = {id(word) for node in ast.walk(tree) for word in _words(node)}
         for node in ast.walk(tree):
-            values = () if id(node) in words else [value for _, value in ast.iter_fields(node)]
-            code += [type(node).__name__, *(repr(v) for v in values if not isinstance(v, ast.AST | list))]
+            if id(node) not in words:
+                values = [value for _, value in ast.iter_fields(node)]
+                code += [type(node).__name__, *(repr(v) for v in values if not isinstance(v, ast.AST | list))]
     return hashlib.sha256(" ".join(code).encode()).hexdigest()[:12]
 
 
 def _words(node: ast.AST) -> Iterator[ast.AST]:
-    """The constants below a node that only say something to a reader."""
+    """Yield the constants below a node that are only words for a reader."""
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
         yield node.value
     elif isinstance(node, ast.Call) and (_spared(node) or _shows(node)):
-        name = ast.unparse(node.func)  # what a claim or a quotation is compared with comes after its words
+        name = ast.unparse(node.func)  # in a claim or a quotation, the words come first, then what is compared
         compared = name.startswith("claim") or name in ("measured", "quoted")
         for said in node.args[:1] if compared else [*node.args, *(keyword.value for keyword in node.keywords)]:
             for text in said.elts if isinstance(said, ast.List | ast.Tuple) else [said]:
@@ -269,7 +270,7 @@ def _words(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def note(entry: dict, fault: Fault, result: str) -> None:
-    """Add what became of a fault to the results of its notebook, in the place of what an earlier run found."""
+    """Store the result of a fault in the entry of its notebook, replacing what an earlier run found."""
     others = [row for row in entry["faults"] if row["change"] != fault.change]
     entry["faults"] = [*others, {"change": fault.change, "kind": fault.kind, "result": result}]
 
@@ -294,12 +295,12 @@ def _write(results: dict[str, dict]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Plant faults in the lessons and count which are noticed.")
-    parser.add_argument("names", nargs="*", help="notebooks or folders; without, all units")
-    parser.add_argument("--minutes", type=float, default=60.0, help="stop after so many minutes (60)")
-    parser.add_argument("--faults", type=int, default=12, help="faults a notebook (12)")
+    parser = argparse.ArgumentParser(description="Plant faults in the lessons and count how many are noticed.")
+    parser.add_argument("names", nargs="*", help="notebooks or folders (default: all units)")
+    parser.add_argument("--minutes", type=float, default=60.0, help="start no fault after this many minutes (60)")
+    parser.add_argument("--faults", type=int, default=12, help="faults per notebook (12)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="runs at a time")
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="simultaneous runs (one per CPU)")
     given = parser.parse_args()
     end = time.monotonic() + 60 * given.minutes
     results = known_results()
@@ -331,11 +332,11 @@ def main() -> None:
                     bar.write(f"survived  {name}, {fault.change}")
     report(results)
     if waiting:
-        print(f"{len(waiting)} faults were not tried within {given.minutes:g} minutes: run this again to go on.")
+        print(f"{len(waiting)} faults were not tried within {given.minutes:g} minutes: run this again to continue.")
 
 
 def report(results: dict[str, dict]) -> None:
-    """Print the share of faults that were caught, by notebook and in all."""
+    """Print the share of faults that were caught, per notebook and in total."""
     total = [0, 0, 0]
     for name, entry in sorted(results.items()):
         found = shares(entry, name)

@@ -1,7 +1,7 @@
-"""Make exercises/ from solutions/: each solution becomes a stub, is run, and is written under the same name.
+"""Make exercises/ from solutions/: each solution is turned into a stub, run, and written under the same name.
 
 Lines between `# BEGIN SOLUTION` and `# END SOLUTION` become a stub; cells tagged `solution` are left out.
-Usage: python tools/exercises.py [--check | solution ...]   (--check writes nothing, fails where exercises/ is stale)
+Usage: python tools/exercises.py [--check | solution ...]   (--check writes nothing and fails if exercises/ is stale)
 """
 
 import copy
@@ -17,7 +17,7 @@ STUB = r"\1# Your code here.\n\1raise NotImplementedError"
 
 
 def stub(solution: nbformat.NotebookNode) -> nbformat.NotebookNode:
-    """The exercise that belongs to a solution, not run yet. A solution without a marked block is an error."""
+    """The exercise that belongs to a solution, not run yet. ValueError if the solution has no marked block."""
     exercise = copy.deepcopy(solution)
     exercise.metadata.pop(RECORDED, None)
     exercise.cells = [cell for cell in exercise.cells if "solution" not in cell.metadata.get("tags", [])]
@@ -28,17 +28,17 @@ def stub(solution: nbformat.NotebookNode) -> nbformat.NotebookNode:
             blocks += found
             cell.outputs, cell.execution_count = [], None
     if not blocks:
-        raise ValueError("The solution has no line '# BEGIN SOLUTION': mark what the learner is to write.")
+        raise ValueError("The solution has no block from '# BEGIN SOLUTION' to '# END SOLUTION': mark what to write.")
     return exercise
 
 
 def content(notebook: nbformat.NotebookNode) -> list[tuple]:
-    """What must agree between an exercise and its solution: ids, kinds, sources and tags of the cells."""
+    """What must be the same in an exercise and its solution's stub: the cells' ids, types, sources and tags."""
     return [(c.id, c.cell_type, c.source, tuple(c.metadata.get("tags", []))) for c in notebook.cells]
 
 
 def stale() -> list[str]:
-    """The exercises that are missing, or that differ from what their solution gives, or that have no solution."""
+    """The names of exercises that are missing, have no solution, or differ from the stub of their solution."""
     solutions = {path.name: path for path in sorted((ROOT / "solutions").glob("*.ipynb"))}
     exercises = {path.name: path for path in sorted((ROOT / "exercises").glob("*.ipynb"))}
     wrong = sorted(solutions.keys() ^ exercises.keys())
@@ -50,7 +50,7 @@ def stale() -> list[str]:
 
 
 def make(paths: list[Path]) -> None:
-    """Generate, run and write the exercises of these solutions; where only measured values changed, the old stay."""
+    """Make, run and write the exercises of these solutions; old outputs stay where only measured values changed."""
     for path in paths:
         target = ROOT / "exercises" / path.name
         new = execute(stub(nbformat.read(path, as_version=4)), target.parent)

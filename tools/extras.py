@@ -1,4 +1,4 @@
-"""What only the site and the slides need: install requirements-site.txt into the Python that runs this, once."""
+"""Packages that only the site and the slides need: install requirements-site.txt into this Python, once."""
 
 import hashlib
 import subprocess
@@ -11,11 +11,11 @@ LIST = ROOT / "requirements-site.txt"
 
 
 def need() -> None:
-    """Install the packages unless they are there; without a network and without earlier downloads, say so."""
+    """Install the packages unless they are there; exit with a sentence if they cannot be installed."""
     mark = Path(sys.prefix, "site-" + hashlib.sha256(LIST.read_bytes()).hexdigest()[:12])
     if mark.exists():
         return
-    print("Installing what the site needs; what was downloaded before is not downloaded again.", flush=True)
+    print("Installing what the site needs; earlier downloads are reused.", flush=True)
     install = [sys.executable, "-m", "uv", "pip", "install", "--quiet", "--python", sys.executable]
     install += ["-r", str(LIST), "-c", str(ROOT / "requirements.lock")]
     if subprocess.call([*install, "--offline"], stderr=subprocess.DEVNULL) and subprocess.call(install):
@@ -24,7 +24,7 @@ def need() -> None:
 
 
 def file_of(package: str, path: str) -> Path:
-    """A file that lies inside an installed package."""
+    """The path of a file inside an installed package."""
     return Path(find_spec(package).origin).parent / path
 
 

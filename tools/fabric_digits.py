@@ -1,7 +1,7 @@
-"""Make code-units/9.8-fabric/digits.pt, what the five scripts there need offline: digits, and pretrained weights.
+"""Make code-units/9.8-fabric/digits.pt, which the five scripts there need offline: digits and pretrained weights.
 
-The images and weights are the package's own: pixels from 0 to 16 of 8 x 8 digits (the training part first), and the
-small vision transformer without its head, in fp16. `tests/test_fabric_scripts.py` compares them.
+The images and weights are those of speedlab: 8 x 8 digits with pixels from 0 to 16 (training images first), and the
+small vision transformer without its head, in fp16. `tests/test_fabric_scripts.py` checks that they agree.
 """
 
 import torch

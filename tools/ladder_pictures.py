@@ -1,4 +1,4 @@
-"""Draw images/ladder-NAME.png for every ladder that stands in results/: bars of speed-ups, a panel per machine.
+"""Draw images/ladder-NAME.png for every ladder recorded in results/: bars of speed-ups, one panel per machine.
 
 tools/readme.py draws the pictures whose results have changed; run as a script, this file draws all of them.
 """
@@ -38,7 +38,7 @@ def picture(name: str) -> Path:
 
 
 def fingerprint(name: str) -> str:
-    """What the picture is drawn from, as a hash: the picture carries it, so that a stale one is found."""
+    """A hash of what the picture is drawn from; the picture carries it, so that a stale picture can be found."""
     return hashlib.sha256(json.dumps(measured(name), sort_keys=True).encode()).hexdigest()
 
 
@@ -50,19 +50,19 @@ def stale(name: str) -> bool:
 
 
 def best(name: str) -> dict[str, dict]:
-    """Each machine's best rung that trains, at the same task as the start."""
+    """Each machine's fastest rung that trains and has the same task as the start."""
     counts = lambda row: row["speedup"] if row["trains"] and not row["apart"] else 0.0  # noqa: E731
     return {where: max(rows, key=counts) for where, rows in measured(name).items()}
 
 
 def alt(name: str) -> str:
-    """The picture in words."""
+    """The picture's alt text."""
     said = "; ".join(f"{row['speedup']:.2f} times as fast on {row['machine']}" for row in best(name).values())
     return f"Bar chart of a ladder. {TASKS[name]}: at best {said}."
 
 
 def sentence(name: str) -> str:
-    """What the ladder found, in a sentence; on a CPU with the share of the machine's own matrix product."""
+    """What the ladder found, in a sentence (on a CPU, with the share of a matrix product's FLOP/s), or nothing."""
     said = []
     for where, row in best(name).items():
         used = ""
@@ -73,11 +73,11 @@ def sentence(name: str) -> str:
             f"{row['speedup']:.1f} times ({row['speedup_low']:.1f} to {row['speedup_high']:.1f}{_by_seed(row)}) as "
             f"fast as strict fp32 with the rung *{row['rung']}*{used} ({where})"
         )
-    return f"{TASKS[name]}, the fastest that still trains: {'; '.join(said)}." if said else ""
+    return f"{TASKS[name]}, the fastest version that still trains: {'; '.join(said)}." if said else ""
 
 
 def figure(name: str) -> Figure:
-    """The ladder's speed-ups as bars, a panel for each machine."""
+    """The ladder's speed-ups as bars, one panel per machine."""
     machines = measured(name)
     heights = [1.3 + 0.42 * len(rows) for rows in machines.values()]
     shown, axes = plots.figure(
@@ -89,18 +89,18 @@ def figure(name: str) -> Figure:
             ax,
             {label: row["speedup"] for label, row in named.items()},
             spread={label: (row["speedup_low"], row["speedup_high"]) for label, row in named.items()},
-            title=f"{TASKS[name]}\n" + where.replace(", torch", "\ntorch"),  # or a long name is cut at the edge
+            title=f"{TASKS[name]}\n" + where.replace(", torch", "\ntorch"),  # or a long name would be cut off
             label=f"times as fast as the strict-fp32 start, with its spread{_by_seed(rows[0])} (longer is better)",
             form="{:.2f}x",
         )
-        ax.tick_params(labelbottom=True)  # which the shared axis hides
+        ax.tick_params(labelbottom=True)  # the shared axis hides the labels
     farthest = max(row["speedup_high"] for rows in machines.values() for row in rows)
-    axes[0, 0].set_xlim(right=1.18 * farthest)  # of all panels: the first one's bars alone would set it
+    axes[0, 0].set_xlim(right=1.18 * farthest)  # for all panels: they share the axis
     return shown
 
 
 def _by_seed(row: dict) -> str:
-    """Where the interval shows how seeds differ, not the clock, a word that says so."""
+    """If the interval shows how seeds vary, not how the clock does, words that say so; otherwise nothing."""
     return ", by seed" if "steps" in row else ""
 
 

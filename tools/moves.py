@@ -1,4 +1,4 @@
-"""Moves every control of every widget that a notebook shows. The test runs this file in the notebook's kernel."""
+"""Move every control of every widget that a notebook shows. The test runs this file in the notebook's kernel."""
 
 import base64
 import io
@@ -12,10 +12,10 @@ from speedlab.widgets import SHOWN
 
 
 def move_all() -> list[str]:
-    """Move each control of each widget to its ends and through its choices; return what then has no view, and why.
+    """Move each control of each widget to its ends and through its choices; return what then fails, and why.
 
-    Each control moves alone, from the default values, and is put back. This is what the test does after a notebook's
-    last cell: an exception in a callback is otherwise seen by the reader who moves that control, and by nobody else.
+    Each control is moved alone, with the others at their defaults, and then put back. The test does this after a
+    notebook's last cell; otherwise, only a reader who moves that control would see an exception in its callback.
     """
     wrong = []
     for explorer in sorted(SHOWN, key=id):
@@ -28,7 +28,7 @@ def move_all() -> list[str]:
                     if not view.strip() or not repr(explorer).strip():
                         wrong.append(f"{name}={value!r}: nothing is shown")
                     elif _is_cut(view):
-                        wrong.append(f"{name}={value!r}: the picture is cut at its side, probably its title")
+                        wrong.append(f"{name}={value!r}: the picture is cut off at its side, probably its title")
                 except Exception as error:
                     wrong.append(f"{name}={value!r}: {type(error).__name__}: {error}")
             control.value = default
@@ -36,7 +36,7 @@ def move_all() -> list[str]:
 
 
 def _is_cut(view: str) -> bool:
-    """Whether something in a picture reaches its left or right edge, as a title does that is wider than it."""
+    """Whether something in the picture touches its left or right edge, as a title that is too wide does."""
     _, _, encoded = view.partition("base64,")
     if not encoded:
         return False
@@ -45,7 +45,7 @@ def _is_cut(view: str) -> bool:
 
 
 def _places(control: ipywidgets.Widget) -> Iterator[object]:
-    """The values worth trying: the ends of a range, each choice, both states of a box."""
+    """The values worth trying: the ends of a range, each choice, both states of a checkbox, some free input."""
     if hasattr(control, "options"):
         choices = [value for _, value in control._options_full]
         many = isinstance(control.value, tuple)
@@ -58,5 +58,5 @@ def _places(control: ipywidgets.Widget) -> Iterator[object]:
         return iter([(control.min, control.max), (control.min, control.min), (control.max, control.max)])
     if hasattr(control, "min") and hasattr(control, "max"):
         return iter([control.min, control.max])
-    # a free field: what a reader may type
+    # a free field: values that a reader may type
     return iter(["", "x"] if isinstance(control.value, str) else [0, -1, 1, 1e9])

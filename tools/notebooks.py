@@ -1,7 +1,7 @@
 """What the notebook tests and the maintainers' tools share: finding notebooks, executing them, comparing outputs.
 
-Two outputs are equal when they differ only in measured values, which are values (blanked), or by one unit in the last
-printed place of a decimal number with three significant digits or more. Integers, signs and words must be the same.
+Two outputs are equal if they differ only in measured values (blanked, if they are values), or by one unit in the last
+printed place of decimal numbers with at least three significant digits. Integers, signs and words must be the same.
 """
 
 import ast
@@ -26,23 +26,23 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("code-units", "exercises", "solutions")
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 NOT_COMPARED = ("image/png", "image/jpeg", WIDGET_VIEW)
-# What a run that is compared needs from its environment.
+# The environment variables that a run needs if its outputs are to be compared.
 QUIET = {
     # a progress bar shows up only on a slow machine, and would differ from run to run
     "TQDM_DISABLE": "1",
-    # threads that wait for each other spin by default: beside one busy process, that takes ten times as long
+    # threads that wait for each other spin by default: next to one busy process, a run takes ten times as long
     "OMP_WAIT_POLICY": "passive",
-    # stored outputs are a CPU's; `python -m benchmarks notebooks` runs every lesson with its claims on a GPU
+    # stored outputs come from a CPU; `python -m benchmarks notebooks` runs every lesson with its claims on a GPU
     "CUDA_VISIBLE_DEVICES": "",
 }
-# Where no clock is stored, a comparison samples only as long as it must, and a cold start leaves out the trial of the
-# processor's instructions: four seconds that find what the processor says.
+# If no times are stored, a timing comparison samples only as long as it must, and a cold start skips Inductor's test
+# of the processor's instructions: four seconds that only confirm what the processor reports.
 BRIEF = {"SPEEDLAB_SECONDS": "0.2", "TORCHINDUCTOR_VEC_ISA_OK": "1"}
-# A kernel warns on the terminal that it talks over TCP, which here means within this machine.
+# This silences the warning that a kernel communicates over TCP, which here stays within this machine.
 KERNEL = {"kernel_name": "python3", "extra_arguments": ["--IPKernelApp.log_level=ERROR"]}
-# In a code cell's metadata: a hash of the code, from the first cell to this one, that made the stored output.
+# In a code cell's metadata: a hash of the code that made the stored output, from the first cell to this one.
 MADE_BY = "made_by"
-# In a notebook's metadata: how busy the machine was when the stored outputs were made, and whether that was quiet.
+# In a notebook's metadata: how busy the machine was when the stored outputs were made, and whether it was quiet.
 RECORDED = "recorded"
 
 _MEASURED_LINE = re.compile(r"(?m)^(\[measured\] [^:\n]*): ?(.*)$")
@@ -52,17 +52,17 @@ _ADDRESS = re.compile(r"\b0x[0-9a-f]{6,16}\b")
 _CELL_FILE = re.compile(r"(?<!\S)\S*ipykernel_\d+[/\\]\d+\.py")
 # a decimal number, alone or as a factor, such as 1.52x
 _DECIMAL = re.compile(r"(?<![\w.])([-+]?)(\d+)\.(\d+)(?:e([-+]?\d+))?(?=x\b|(?![\w.]))")
-# So many significant digits must be printed before one unit in the last place may be a matter of the machine.
+# With at least this many significant digits, a difference of one unit in the last place may depend on the machine.
 _FORGIVEN_FROM = 3
 
 
 def blank(text: str) -> str:
-    """Blank what is never compared: addresses, and names of temporary files."""
+    """Return the text without what is never compared: memory addresses, and names of a kernel's temporary files."""
     return _CELL_FILE.sub("<cell>", _ADDRESS.sub("0x…", text))
 
 
 class Printed(str):
-    """Text that equals another when words match and decimals of three digits or more differ by one last unit."""
+    """Text that equals another if only the last digits of decimals with three or more digits differ, by one unit."""
 
     __hash__ = str.__hash__
 
@@ -90,9 +90,9 @@ def _forgiven(a: re.Match, b: re.Match) -> bool:
 
 
 def comparable(outputs: list) -> list[nbformat.NotebookNode]:
-    """The outputs as they are compared: measured values blanked, if they are values; alt texts beside the pictures.
+    """The outputs as they are compared: measured values blanked, if they are values; alt texts next to pictures.
 
-    What goes to stderr is left out: warnings of libraries are neither evidence nor a failure.
+    What goes to stderr is left out: a library's warnings are neither evidence nor a failure.
     """
     kept = []
     for output in outputs:
@@ -127,13 +127,13 @@ def _without_quotation(text: str, always: str) -> str:
 
 
 def _value(text: str, free: bool) -> str:
-    """A star for what a measured display may hold; else the text itself, which then has to be the same."""
+    """A star for what a measured display may hold; otherwise the text itself, which then has to be the same."""
     cells = [part.split(" (your guess: ")[0] for part in text.split(" | ")]
     return "*" if free or not any(map(unmeasured_word, cells)) else text
 
 
 def same_outputs(old: list, new: list) -> bool:
-    """Whether two lists of a cell's outputs are equal as the test compares them."""
+    """Whether two lists of a cell's outputs are equal by the rules of the test."""
     return _flat(old) == _flat(new)
 
 
@@ -149,16 +149,16 @@ def _flat(outputs: list) -> list[dict]:
 
 
 def claims_in(outputs: list) -> int:
-    """The claims among a cell's outputs; a line that was only printed is none."""
+    """The number of claims among a cell's outputs; a line that was only printed does not count."""
     return sum(CLAIM in output.get("data", {}) for output in outputs)
 
 
 def keep_outputs(old: nbformat.NotebookNode, new: nbformat.NotebookNode, quiet: bool = True) -> int:
     """Put back each old output that equals the new one and need not be recorded again; return how many.
 
-    It need not where the same code made it, a clock's on a quiet machine; and a clock's must not where the machine
-    is busy now.
-    A page names one machine: if one clock is stored anew and the old ones are another machine's, all are.
+    It need not if the same code made it, and on a quiet machine if it is measured. Measured outputs also stay if the
+    machine is busy now.
+    A page names one machine: if one measured value is stored anew and the old ones are another machine's, all are.
     """
     before = {cell.id: cell for cell in old.cells if cell.cell_type == "code"}
     was_quiet = old.metadata.get(RECORDED, {}).get("quiet", False)
@@ -180,14 +180,14 @@ def keep_outputs(old: nbformat.NotebookNode, new: nbformat.NotebookNode, quiet: 
 
 
 def _machine(notebook: nbformat.NotebookNode) -> list[str]:
-    """The device that a page was recorded on and its instruction sets, as its first cell gives them; [] without."""
+    """The device that a page was recorded on and its instruction sets, as its first cell says; [] if it says none."""
     texts = (o.get("data", {}).get("text/plain", "") for c in notebook.cells for o in c.get("outputs", ()))
     lines = (re.findall(r"\[measured\] (?:device|hardware for dtypes): .*", text) for text in texts)
     return next(filter(None, lines), [])
 
 
 def clocked(outputs: list) -> bool:
-    """Whether a cell shows what a clock said: its display is marked so, or its picture is."""
+    """Whether a cell shows measured values: its display, or its picture, is marked as measured."""
     return any(MEASURED in o.get("data", {}) or "measured" in json.dumps(o.get("metadata", {})) for o in outputs)
 
 
@@ -207,7 +207,7 @@ def find(names: list[str] = ()) -> list[Path]:
 
 
 def execute(notebook: nbformat.NotebookNode, folder: Path, timeout: int = 600) -> nbformat.NotebookNode:
-    """Run all cells in a fresh kernel, in `folder`; normalise what is stored, and note the code that made it."""
+    """Run all cells in a fresh kernel in `folder`; return the notebook, normalised, with the hashes of its code."""
     os.environ.update(QUIET)
     NotebookClient(
         notebook,
@@ -223,7 +223,7 @@ def execute(notebook: nbformat.NotebookNode, folder: Path, timeout: int = 600) -
 
 
 def code_hashes(notebook: nbformat.NotebookNode, folder: Path) -> list[str]:
-    """For each code cell a hash of all that makes its output: the code up to it, and the local files it may use."""
+    """For each code cell, a hash of all that makes its output: all code up to its end, and the local files used."""
     so_far, hashes = hashlib.sha256(local_code(notebook, folder).encode()), []
     for cell in _code_cells(notebook):
         so_far.update(cell.source.encode())
@@ -232,7 +232,7 @@ def code_hashes(notebook: nbformat.NotebookNode, folder: Path) -> list[str]:
 
 
 def is_stale(path: Path) -> bool:
-    """Whether other code made the stored outputs of a notebook than what stands there now."""
+    """Whether a notebook's stored outputs were made by code that has changed since."""
     notebook = nbformat.read(path, as_version=4)
     return [c.metadata.get(MADE_BY) for c in _code_cells(notebook)] != code_hashes(notebook, path.parent)
 
@@ -242,12 +242,12 @@ def _code_cells(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
 
 
 def local_files(notebook: nbformat.NotebookNode, folder: Path) -> list[Path]:
-    """The project's own Python files that a notebook imports or launches, directly or through one another."""
+    """The project's own Python files that a notebook imports or launches, directly or indirectly."""
     return used_by([cell.source for cell in _code_cells(notebook)], folder)
 
 
 def used_by(sources: list[str], folder: Path) -> list[Path]:
-    """The project's own Python files that pieces of code in a folder import or launch, directly or through others."""
+    """The project's own Python files that pieces of code in a folder import or launch, directly or indirectly."""
     found: set[Path] = set()
     waiting = [path for source in sources for path in _named(source, folder)]
     while waiting:
@@ -259,7 +259,7 @@ def used_by(sources: list[str], folder: Path) -> list[Path]:
 
 
 def local_code(notebook: nbformat.NotebookNode, folder: Path) -> str:
-    """The text of those files without comments and docstrings, which change no output."""
+    """The text of a notebook's local files, without comments and docstrings, which change no output."""
     return "\n".join(
         f"{path.name}\n{_without_prose(path.read_text(encoding='utf-8'))}" for path in local_files(notebook, folder)
     )
@@ -267,7 +267,7 @@ def local_code(notebook: nbformat.NotebookNode, folder: Path) -> str:
 
 @functools.cache
 def _named(source: str, folder: Path) -> list[Path]:
-    """The project's files that a piece of code imports, or names in a string, as one does to launch a script."""
+    """The project's files that a piece of code imports, or names in a string, for example to launch a script."""
     try:
         tree = ast.parse("\n".join("" if line.startswith(("%", "!")) else line for line in source.splitlines()))
     except SyntaxError:
@@ -298,10 +298,10 @@ def _without_prose(text: str) -> str:
 
 
 class Watch(threading.Thread):
-    """Notes the largest resident memory of all child processes, and of this one where asked, twice a second.
+    """Notes the peak resident memory in bytes of all child processes, and of this one if asked, twice per second.
 
-    Pages that several processes share, such as torch's libraries, count once where the system tells (PSS on Linux).
-    That takes it long, so it is asked only where the plain sum, in which they count each time, makes a new record.
+    Pages that several processes share, such as torch's libraries, count once if the system can tell (PSS on Linux).
+    PSS is slow to read, so it is read only if the plain sum, which counts them each time, reaches a new peak.
     """
 
     def __init__(self, with_self: bool = False):
@@ -335,7 +335,7 @@ def normalise(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
     """Keep only the metadata that readers need, and the static form of widgets.
 
     A stored widget view refers to a model that no longer exists: an opened notebook would show an error in its place
-    until the cell is run. Without the view, Jupyter shows the stored HTML, and running the cell brings the widget.
+    until the cell is run. Without the view, Jupyter shows the stored HTML, and running the cell shows the widget.
     """
     recorded = notebook.metadata.get(RECORDED)
     notebook.metadata = {
@@ -355,7 +355,7 @@ def normalise(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
 
 
 def write(notebook: nbformat.NotebookNode, path: Path) -> bool:
-    """Write the notebook if it differs from what is there; say whether it did."""
+    """Write the notebook if it differs from what is there; return whether it did."""
     text = nbformat.writes(notebook) + "\n"
     if path.exists() and path.read_text(encoding="utf-8") == text:
         return False

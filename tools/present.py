@@ -1,8 +1,8 @@
 """Prepare a lesson for a class, and open it: a rehearsal, a live copy without outputs, and slides.
 
 Usage: python tools/present.py 9.1.1 [--prepare | --restore]
---prepare opens nothing; --restore only puts the live copy back, between two demos. All of it lies in build/present:
-no original changes.
+--prepare opens nothing; --restore only puts the live copy back, between two demos. Everything goes to build/present:
+no original file changes.
 """
 
 import argparse
@@ -27,15 +27,15 @@ PRESENT = ROOT / "build" / "present"
 
 
 def lesson(number: str) -> Path:
-    """The notebook with a number such as 9.1.1, or capstone.1."""
+    """The path of the notebook with a number such as 9.1.1 or capstone.1."""
     for path in find([str(ROOT / "code-units")]):
         if number == f"{path.parent.name.split('-')[0]}.{path.stem.split('-')[0]}":
             return path
-    sys.exit(f"There is no lesson {number!r}: give a number of the syllabus, as in make present UNIT=9.1.1.")
+    sys.exit(f"There is no lesson {number!r}: give a unit's and a notebook's number, as in make present UNIT=9.1.1.")
 
 
 def copied(path: Path, home: Path) -> Path:
-    """Copy what the lesson reads and links to beside its live copy; return the copy's folder."""
+    """Copy what the lesson reads and links to into `home`; return the folder for its live copy."""
     for name in ("code-units", "images", "results", "exercises"):
         shutil.rmtree(home / name, ignore_errors=True)
     left_out = shutil.ignore_patterns("__pycache__", ".ipynb_checkpoints", "*.ipynb")
@@ -48,7 +48,7 @@ def copied(path: Path, home: Path) -> Path:
 
 
 def rehearse(path: Path, folder: Path) -> list[dict]:
-    """Run the lesson once, so that caches are filled; return the seconds of each code cell."""
+    """Run the lesson once to fill the caches; return each code cell's number, id and seconds."""
     os.environ.update(QUIET)
     notebook = nbformat.read(path, as_version=4)
     NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(folder)}}, **KERNEL).execute()
@@ -62,7 +62,7 @@ def rehearse(path: Path, folder: Path) -> list[dict]:
 
 
 def live(path: Path, folder: Path) -> Path:
-    """Write the live copy without outputs; conclusions, and cells whose claims tell an answer, wait for a click."""
+    """Write the live copy without outputs, with conclusions and revealing claims folded; return its path."""
     notebook = nbformat.read(path, as_version=4)
     cells, asked = [], False
     for kind, source, _ in slides.pieces(notebook):
@@ -86,12 +86,12 @@ def live(path: Path, folder: Path) -> Path:
 
 
 def folded(summary: str, text: str) -> str:
-    """Markdown behind a click."""
+    """Markdown that is folded until a click."""
     return f"<details><summary>{summary}</summary>\n\n{text}\n\n</details>"
 
 
 def serve(folder: Path) -> str:
-    """Serve a folder to this machine only, as long as this runs; return its address."""
+    """Serve a folder to this machine only, as long as this process runs; return its URL."""
 
     class Quiet(http.server.SimpleHTTPRequestHandler):
         def log_message(self, *words):
@@ -104,16 +104,16 @@ def serve(folder: Path) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Prepare a lesson for a class, and open it.")
-    parser.add_argument("number", nargs="?", default="", help="such as 9.1.1")
+    parser.add_argument("number", nargs="?", default="", help="the lesson's number, such as 9.1.1")
     parser.add_argument("--prepare", action="store_true", help="open nothing")
-    parser.add_argument("--restore", action="store_true", help="only put the live copy back")
+    parser.add_argument("--restore", action="store_true", help="only restore the live copy")
     given = parser.parse_args()
     path = lesson(given.number)
     home = PRESENT / given.number
     folder = copied(path, home)
     if not given.restore:
         extras.need()
-        print("Rehearsing: the lesson runs once, so that a class waits less.", flush=True)
+        print("Rehearsing: the lesson runs once, so that the class waits less.", flush=True)
         seconds = rehearse(path, folder)
         (home / "seconds.json").write_text(json.dumps({"lesson": given.number, "cells": seconds}, indent=1))
         slides.write(path, home / "slides", {row["id"]: row["seconds"] for row in seconds})
@@ -121,10 +121,10 @@ def main() -> None:
         for row in sorted(seconds, key=lambda row: -row["seconds"])[:3]:
             print(f"  cell {row['cell']}: {row['seconds']:.1f} s")
     copy = Path(os.path.relpath(live(path, folder), ROOT)).as_posix()
-    print(f"The live copy is {copy}; your own files are as they were.")
+    print(f"The live copy is {copy}; your own files are unchanged.")
     if given.prepare or given.restore:
         return
-    print(f"The slides are at {serve(home / 'slides')} while this runs; S opens the speaker's view.", flush=True)
+    print(f"The slides are at {serve(home / 'slides')} while this runs; press S for the speaker view.", flush=True)
     lab = [sys.executable, "-m", "jupyterlab", "--config=tools/lab/config.py"]
     sys.exit(subprocess.call([*lab, f"--LabApp.default_url=/lab/tree/{copy}"], cwd=ROOT))
 

@@ -1,12 +1,12 @@
-"""Pretrain the small DistilBERT, from nothing, by masked words on generated reviews: minutes on two cores.
+"""Pretrain the small DistilBERT from scratch on masked words of generated reviews, in minutes on one core.
 
-Run it from the repository root, where it replaces the checkpoint that ships with speedlab:
+Run it from the repository root; it replaces the checkpoint that ships with speedlab:
 
     python -m tools.pretrain_distilbert
 
-It reads texts of a few reviews, all by one writer who liked what they saw, or by one who did not, as longer reviews
-are: that is where a model can learn which words go together. The grammar's labels decide which reviews share a text;
-beyond that, no label is shown to the model or asked of it. The reviews come from seeds that lessons leave alone (they
+It trains on texts of one to four reviews with the same sentiment, as if one writer had liked everything or nothing:
+from such texts, a model can learn which words go together. The grammar's labels decide which reviews share a text;
+beyond that, the model neither sees nor predicts a label. The reviews come from seeds that no lesson uses (lessons
 use seeds below 1,000).
 """
 
@@ -39,20 +39,20 @@ CHECKPOINT = Path(__file__).resolve().parent.parent / "speedlab" / "data" / "che
 
 
 def fingerprint() -> str:
-    """Return a digest of the grammar's sentences; the checkpoint carries that of the grammar it was trained on."""
+    """Return a digest of the grammar's sentences; the checkpoint stores that of the grammar it was trained on."""
     sentences = "\n".join(text for text, _ in grammar.generate(1000, FIRST_SEED))
     return hashlib.sha256(sentences.encode()).hexdigest()
 
 
 def writings(seed: int) -> list[str]:
-    """Return texts of one review to a few; what a writer wrote about is anything, but their mood is one."""
+    """Return texts of one to MOST_REVIEWS reviews each; a text's reviews vary in subject, but share one mood."""
     rng = random.Random(seed)
     reviews = grammar.generate(REVIEWS, FIRST_SEED + seed)
     texts = []
     for mood in (0, 1):
         left = [text for text, label in reviews if label == mood]
         while left:
-            # Of several lengths, so that positions far and near are trained, and single reviews, which lessons use.
+            # Several lengths train near and far positions, and include single reviews, which the lessons use.
             count = rng.randint(1, MOST_REVIEWS)
             texts.append(" ".join(left[-count:]))
             del left[-count:]
@@ -60,8 +60,8 @@ def writings(seed: int) -> list[str]:
 
 
 def train_tokenizer(texts: list[str]) -> DistilBertTokenizer:
-    """Learn a lower-cased WordPiece vocabulary that can spell any word of English, not only the grammar's."""
-    # Each character is wanted at the start of a word and inside one ("##"), though the sentences may lack it there.
+    """Learn a lower-cased WordPiece vocabulary that can spell any English word, not only the grammar's."""
+    # Letters and digits are needed at the start of a word and inside one ("##"), even if no sentence has them there.
     letters = string.ascii_lowercase + string.digits + string.punctuation + "£€–—‘’“”…"
     alphabet = [*letters, *(f"##{letter}" for letter in string.ascii_lowercase + string.digits)]
     learner = Tokenizer(WordPiece(unk_token="[UNK]"))
@@ -70,17 +70,17 @@ def train_tokenizer(texts: list[str]) -> DistilBertTokenizer:
         vocab_size=VOCABULARY - len(alphabet), show_progress=False, initial_alphabet=list(letters)
     )
     learner.train_from_iterator(texts, trainer)
-    # Sorted, because the learner owes no order to pieces of equal count.
+    # Sorted, because the trainer guarantees no order for pieces of equal count.
     learned = sorted(set(learner.get_vocab()) - set(alphabet) - set(SPECIAL))
     pieces = [*SPECIAL, *alphabet, *learned]
     return DistilBertTokenizer(vocab={piece: i for i, piece in enumerate(pieces)}, model_max_length=LONGEST)
 
 
 def word_vectors(rows: list[list[int]], vocabulary: int, dim: int) -> torch.Tensor:
-    """Return a vector (V, dim) a piece, from which pieces share a text: positive mutual information, factorized.
+    """Return one vector per piece, (V, dim), from which pieces share texts: factorized positive mutual information.
 
-    They are where the embeddings start. From random ones, 3,000 steps of masked words learned the patterns of the
-    grammar but not which words praise: while no word has a side yet, none helps to guess another's.
+    The embeddings start from them. From random ones, 3,000 steps on masked words learned the patterns of the
+    grammar, but not which words praise: while no word's sentiment is known, none helps to guess another word's.
     """
     together = torch.zeros(vocabulary, vocabulary)
     for start in range(0, len(rows), 2000):
@@ -97,7 +97,7 @@ def word_vectors(rows: list[list[int]], vocabulary: int, dim: int) -> torch.Tens
 
 
 def batches(rows: list[list[int]], pad: int, rng: random.Random) -> Iterator[torch.Tensor]:
-    """Yield (B, T) tokens for ever; texts of like length share a batch, so that little of it is padding."""
+    """Yield (B, T) token ids forever; texts of similar length share a batch, so that little of it is padding."""
     while True:
         rng.shuffle(rows)
         rows.sort(key=len)
@@ -108,7 +108,7 @@ def batches(rows: list[list[int]], pad: int, rng: random.Random) -> Iterator[tor
 
 
 def mask(tokens: torch.Tensor, mask_id: int, vocabulary: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return corrupted tokens and where they are to be guessed: 80% masked, 10% replaced, 10% left, as in BERT."""
+    """Return corrupted tokens and where to guess, both (B, T): 80% masked there, 10% random, 10% kept, as in BERT."""
     chosen = (torch.rand(tokens.shape) < MASKED) & (tokens >= len(SPECIAL))
     fate = torch.rand(tokens.shape)
     corrupted = torch.where(chosen & (fate < 0.8), mask_id, tokens)
@@ -117,7 +117,7 @@ def mask(tokens: torch.Tensor, mask_id: int, vocabulary: int) -> tuple[torch.Ten
 
 
 def pretrain(steps: int, seed: int) -> tuple[DistilBertForMaskedLM, DistilBertTokenizer]:
-    """Train for a number of optimizer steps, each on a batch of texts with freshly masked words."""
+    """Train for `steps` steps, each on a batch of texts with freshly masked words; return model and tokenizer."""
     start = time.perf_counter()
     torch.manual_seed(seed)
     texts = writings(seed)
@@ -132,7 +132,7 @@ def pretrain(steps: int, seed: int) -> tuple[DistilBertForMaskedLM, DistilBertTo
         pad_token_id=tokenizer.pad_token_id,
         grammar_sha256=fingerprint(),
     )
-    # In eval mode throughout: words are masked anew each time, and dropout would only slow the learning.
+    # In eval mode throughout: words are masked anew each time, and dropout would only slow down learning.
     model = DistilBertForMaskedLM(config).eval()
     rows = tokenizer(texts)["input_ids"]
     embeddings = model.distilbert.embeddings.word_embeddings.weight
@@ -149,7 +149,7 @@ def pretrain(steps: int, seed: int) -> tuple[DistilBertForMaskedLM, DistilBertTo
         corrupted, chosen = mask(tokens, tokenizer.mask_token_id, len(tokenizer))
         attended = (tokens != tokenizer.pad_token_id).long()
         hidden = model.distilbert(input_ids=corrupted, attention_mask=attended).last_hidden_state[chosen]
-        # The head runs on the words to guess alone: on the other positions its work would be lost.
+        # The head runs only at the positions to guess: at the others, its work would be wasted.
         logits = model.vocab_projector(model.vocab_layer_norm(model.activation(model.vocab_transform(hidden))))
         loss = F.cross_entropy(logits, tokens[chosen])
         optimizer.zero_grad()
@@ -170,7 +170,7 @@ def pretrain(steps: int, seed: int) -> tuple[DistilBertForMaskedLM, DistilBertTo
 
 
 def save(model: DistilBertForMaskedLM, tokenizer: DistilBertTokenizer, out: Path) -> None:
-    """Write the folder in Hugging Face's layout under a temporary name, then put it in place."""
+    """Write the folder in Hugging Face's layout under a temporary name, then move it into place."""
     part = out.with_name(f"{out.name}.part")
     shutil.rmtree(part, ignore_errors=True)
     model.save_pretrained(part)
@@ -182,18 +182,18 @@ def save(model: DistilBertForMaskedLM, tokenizer: DistilBertTokenizer, out: Path
     part.rename(out)
     shutil.rmtree(old, ignore_errors=True)
     for path in sorted(out.iterdir()):
-        path.chmod(0o644)  # safetensors writes for its owner alone, and a container may read as someone else
+        path.chmod(0o644)  # only the owner can read what safetensors writes, and a container may run as another user
         print(f"wrote {path.name}: {path.stat().st_size / 1e6:.2f} MB")
 
 
 def main() -> None:
-    """Read the command line, pretrain, save."""
+    """Read the command line, pretrain, and save."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=CHECKPOINT, help="folder of the checkpoint")
+    parser.add_argument("--out", type=Path, default=CHECKPOINT, help="folder for the checkpoint")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=3000, help=f"optimizer steps of {BATCH} texts")
+    parser.add_argument("--steps", type=int, default=3000, help=f"optimizer steps, each on {BATCH} texts")
     args = parser.parse_args()
-    # On matrices this small a second thread gains little, and loses much where another process wants the core.
+    # With matrices this small, a second thread gains little, and loses much if another process needs the core.
     torch.set_num_threads(1)
     save(*pretrain(args.steps, args.seed), args.out)
 

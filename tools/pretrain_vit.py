@@ -1,6 +1,6 @@
-"""Pretrain the small vision transformer, from nothing, on glyphs: a few minutes on two cores.
+"""Pretrain the small vision transformer from scratch on glyphs, in a few minutes on two cores.
 
-Run it from the repository root, where it replaces the checkpoint that ships with speedlab:
+Run it from the repository root; it replaces the checkpoint that ships with speedlab:
 
     python -m tools.pretrain_vit
 """
@@ -45,7 +45,7 @@ def accuracy(model: torch.nn.Module, images: torch.Tensor, labels: torch.Tensor)
 
 
 def pretrain(steps: int, seed: int) -> VisionTransformer:
-    """Train for a number of optimizer steps, every one of them on glyphs that were never seen before."""
+    """Train for `steps` steps, each on glyphs that were never seen before; return the model."""
     torch.manual_seed(seed)
     model = VisionTransformer(**CONFIG)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.05, fused=True)
@@ -53,7 +53,7 @@ def pretrain(steps: int, seed: int) -> VisionTransformer:
     rise = LinearLR(optimizer, start_factor=0.01, total_iters=warmup)
     fall = CosineAnnealingLR(optimizer, T_max=max(1, steps - warmup))
     schedule = SequentialLR(optimizer, [rise, fall], milestones=[warmup])
-    # Seeds of the training glyphs go upwards from the run's own; the held-out ones lie far from all of them.
+    # The training glyphs' seeds count up from seed * 10**5; the seed of the held-out ones is far from all of them.
     held_out = glyphs(2000, seed + 10**9)
     start = time.perf_counter()
     for step in range(1, steps + 1):
@@ -75,7 +75,7 @@ def pretrain(steps: int, seed: int) -> VisionTransformer:
 
 
 def save(model: VisionTransformer, out: Path) -> None:
-    """Write model.safetensors and config.json into a folder, each whole or not at all."""
+    """Write model.safetensors and config.json into a folder, each completely or not at all."""
     out.mkdir(parents=True, exist_ok=True)
     weights, config = out / "model.safetensors", out / "config.json"
     # Not save_file: it makes a file that only its owner can read.
@@ -89,9 +89,9 @@ def save(model: VisionTransformer, out: Path) -> None:
 def main() -> None:
     """Read the command line, pretrain, save."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=CHECKPOINT, help="folder of the checkpoint")
+    parser.add_argument("--out", type=Path, default=CHECKPOINT, help="folder for the checkpoint")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=2500, help=f"optimizer steps of {BATCH} images")
+    parser.add_argument("--steps", type=int, default=2500, help=f"optimizer steps, each on {BATCH} images")
     args = parser.parse_args()
     save(pretrain(args.steps, args.seed), args.out)
 

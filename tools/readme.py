@@ -1,6 +1,6 @@
-"""Write what README and CONTRIBUTING show of notebooks and results, the results page and the ladders' pictures.
+"""Write the generated parts of README and CONTRIBUTING, the results page and the pictures of the ladders.
 
-Usage: python tools/readme.py [--check]   (--check writes nothing and fails where one of them is stale)
+Usage: python tools/readme.py [--check]   (--check writes nothing and fails if one of them is stale)
 """
 
 import json
@@ -19,7 +19,7 @@ from speedlab.results import FOLDER, load, recorded
 README, PAGE = ROOT / "README.md", FOLDER / "README.md"
 CONTRIBUTING, RUNS = ROOT / "CONTRIBUTING.md", FOLDER / "tests" / "runs.json"
 LADDERS = ("vit", "distilbert", "to-accuracy")
-# Reading, thinking and running: words a minute of a technical text, and minutes a code cell.
+# For reading, thinking and running: words per minute of technical text, and minutes per code cell.
 _WORDS_A_MINUTE, _MINUTES_A_CELL = 150, 0.7
 
 
@@ -47,7 +47,7 @@ def summary(path: Path) -> dict[str, object]:
 
 
 def syllabus() -> str:
-    """The table of units, one row a notebook, then the exercises."""
+    """The table of units, one row per notebook, followed by the exercises."""
     units: dict[str, list[Path]] = {}
     for path in find([str(ROOT / "code-units")]):
         units.setdefault(path.parent.name, []).append(path)
@@ -67,23 +67,23 @@ def syllabus() -> str:
         found = summary(path)
         links = f"[{found['title']}]({found['path']}) · [solution](solutions/{path.name})"
         rows.append(f"| exercise | {links} | {found['minutes']} | | |")
-    since = f" The code of {changed} lessons has changed since faults were planted in it." if changed else ""
+    since = f" The code of {changed} lessons has changed since faults were last planted in it." if changed else ""
     left = (
-        f"Left out of the last column: {excused} of {planted} planted faults, which nothing caught and which change "
+        f"The last column omits {excused} of {planted} planted faults: nothing caught them, and they change nothing "
     )
-    rows += ["", left + f"nothing a reader could notice ([why](tools/equivalent_faults.json)).{since}"]
+    rows += ["", left + f"that a reader could notice ([why](tools/equivalent_faults.json)).{since}"]
     return "\n".join(rows)
 
 
 def places() -> str:
-    """Links to places that open the course without a clone; empty where the repository has no address."""
+    """Links to platforms that open the course without a clone; empty if the repository has no address."""
     repo = hosted.repository()
     if not repo:
         return ""
     whole = hosted.whole_course(repo)
     first = {k: v for k, v in hosted.links(min(find(["code-units"])), repo).items() if k not in whole}
     row = lambda links: " · ".join(f"[{place}]({link})" for place, link in links.items())  # noqa: E731
-    return f"Without a clone: the first lesson in {row(first)}, the whole course in {row(whole)}."
+    return f"Without a clone, open the first lesson in {row(first)}, or the whole course in {row(whole)}."
 
 
 def precision() -> str:
@@ -100,7 +100,7 @@ def precision() -> str:
 
 
 def ladder(name: str) -> str:
-    """The picture and the sentence of one ladder, from every results file that has it; or nothing."""
+    """The picture and the sentence of one ladder, from every results file that has it; empty if none has."""
     said = ladder_pictures.sentence(name)
     if not said:
         return ""
@@ -108,28 +108,29 @@ def ladder(name: str) -> str:
 
 
 def results_page() -> str:
-    """results/README.md: everything recorded, machine by machine, each folded."""
+    """The text of results/README.md: everything recorded, machine by machine, each section folded."""
     parts = [
         "# What was measured",
         "",
         "Made by `python tools/readme.py` from the files in this folder, which `python -m benchmarks` writes.",
         "",
-        "The brackets hold, after a time, the middle half of its samples; after a factor, an interval for the "
-        "median of the paired speed-ups; after the cost of measuring, the smallest and the largest of its repeats. "
-        "Compare the rungs of a ladder by the factors, which come from pairs timed in turns: rates per second and "
-        "shares come from a rung's own moment. The share is of a matrix product in bf16 where bf16 is fast, for fp32 "
-        "rungs too; on a ladder, padding does not count as work; the product is measured just before and after the "
-        "rung. Where two shares stand, the first is of the data sheet's peak. The loss is that after a few steps "
-        "on the same few samples. A single number for memory is the prediction: on a CPU, memory is not measured.",
+        "The brackets after a time hold the middle half of its samples; those after a factor, an interval for the "
+        "median of the paired speed-ups; those after the cost of measuring, its smallest and largest repeat. "
+        "Compare the rungs of a ladder by their factors, which come from pairs timed alternately; rates per second "
+        "and shares were measured rung by rung. The share is of a matrix product's FLOP/s, in bf16 "
+        "if bf16 is fast, even for fp32 rungs; on a ladder, padding does not count as work; the product is measured "
+        "just before and after the rung. If there are two shares, the first is of the data sheet's peak. The loss is "
+        "that after a few steps on the same few samples. A single figure for memory is the prediction: on a CPU, "
+        "memory is not measured.",
         "",
-        "On the ladder to an accuracy, the seconds are computed: the median of the steps that three seeds took, "
-        "times the seconds of a step at its own moment, without validation. Compare rungs by the factors. Their "
+        "On the ladder to an accuracy, the seconds are computed: the median number of steps that three seeds took, "
+        "times the seconds per step of that rung, without validation. Compare the rungs by their factors. The "
         "brackets show how the seeds vary, not how the clock does; the first rungs change only the system and reuse "
-        "the start's steps, so their intervals have next to no width.",
+        "the start's numbers of steps, so their intervals have almost no width.",
         "",
-        "A run is marked noisy where other work took more than half the cores, or where one of the rates of a matrix "
-        "product before and after the run was more than 1.15 times the other, or where several notebooks ran at "
-        "once, as on the H200. (Those were run by an earlier script, with a shorter time limit. It went on after a "
+        "A run is marked noisy if other work took more than half the cores, if the rates of a matrix product before "
+        "and after the run differed by a factor of more than 1.15, or if several notebooks ran at the same "
+        "time, as on the H200. (An earlier script with a shorter time limit ran those. It went on after a "
         "cell that failed, and named only some failures.) A product that was measured only once, for a short run, "
         "cannot show drift. On the H200's ladders, batches that workers had prepared during the other rung's turn "
         "were used inside the timed part, which can make the first two rungs look faster than they are.",
@@ -155,24 +156,24 @@ def results_page() -> str:
 
 
 def _where(stamp: dict) -> str:
-    """The machine with its cores, where the file has them: they load the data, also for a GPU."""
+    """The machine and its CPU cores, if the file has them: they load the data, even for a GPU."""
     cores, processor = stamp.get("cores"), stamp.get("processor", {}).get("model name", "")
     host = f"{cores} cores of {processor}" if stamp["device"] == "cuda" and processor else f"{cores} cores"
     return stamp["machine"] + (f", {host}" if cores else "")
 
 
 def _told(rows: list[dict]) -> str:
-    """What a ladder trains, and what the figures in brackets are."""
+    """What a ladder trains, and what the figures in brackets mean, as sentences; empty if the rows do not say."""
     first, said = rows[0], ""
     if "settings" in first:
-        data = "data made from a seed" if first["scale"] == "quick" else "the real data"
+        data = "data generated from a seed" if first["scale"] == "quick" else "the real data"
         said += f" {first['task']}, batch {first['settings']['batch']}, {data}."
     kinds = sorted({row["spread"] for row in rows if "spread" in row})
     return said + (f" In brackets: {' or '.join(kinds)}." if kinds else "")
 
 
 def _products(stamp: dict) -> str:
-    """The matrix products before and after, where the file has them."""
+    """The rates of the matrix products before and after, in TFLOP/s, if the file has them."""
     known = stamp.get("products", {"before": {}, "after": {}})
     before, after = ({name: f"{rate / 1e12:.3g}" for name, rate in known[when].items()} for when in known)
     if known["before"] == known["after"]:
@@ -183,7 +184,7 @@ def _products(stamp: dict) -> str:
 
 
 def _table(rows: list[dict]) -> list[str]:
-    lines = ["| task | found |", "|---|---|"]
+    lines = ["| task | result |", "|---|---|"]
     for row in rows:
         found = row.get("found") or f"no result: {row['not_run']}"
         lines.append(f"| {row['task']}{_dtype(row)} | {found} |")
@@ -223,12 +224,12 @@ def _ladder_table(rows: list[dict]) -> list[str]:
 
 
 def _memory(count: float) -> str:
-    """Bytes in powers of ten, as the files' own words give them; a small network's in MB."""
+    """Bytes as GB (or MB, if there are few) in powers of ten, as in the files' own texts."""
     return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.0f} MB"
 
 
 def render(text: str) -> str:
-    """The README with each generated part between its marks made anew; a ladder without results needs no marks."""
+    """README's text with each generated part rewritten between its marks; a ladder without results needs no marks."""
     ladders = {f"ladder-{name}": ladder(name) for name in LADDERS}
     parts = {"places": places(), "syllabus": syllabus(), "precision": precision()} | {
         name: made for name, made in ladders.items() if made
@@ -239,8 +240,8 @@ def render(text: str) -> str:
 
 
 def runs() -> str:
-    """The table of complete test runs, from what they wrote under results/tests (conftest.py)."""
-    rows = ["| what was different | Python | torch | lightning | transformers | found | minutes | memory |"]
+    """The table of complete test runs, from what conftest.py wrote to results/tests."""
+    rows = ["| what was different | Python | torch | lightning | transformers | result | minutes | memory |"]
     rows.append("|---|---|---|---|---|---|---:|---:|")
     for row in json.loads(RUNS.read_text(encoding="utf-8")) if RUNS.exists() else []:
         found = ", ".join(f"{count} {what}" for what, count in row["found"].items())
@@ -252,7 +253,7 @@ def runs() -> str:
 
 
 def render_contributing(text: str) -> str:
-    """CONTRIBUTING with its table of test runs made anew."""
+    """CONTRIBUTING's text with its table of test runs rewritten."""
     return _between_marks(text, "runs", runs(), "CONTRIBUTING.md")
 
 
@@ -260,7 +261,7 @@ def _between_marks(text: str, name: str, made: str, file: str) -> str:
     before, begin, rest = text.partition(f"<!-- {name} -->\n")
     _, end, after = rest.partition(f"<!-- /{name} -->")
     if not end:
-        raise SystemExit(f"{file} has no marks <!-- {name} --> and <!-- /{name} -->: put them back.")
+        raise SystemExit(f"{file} lacks the marks <!-- {name} --> and <!-- /{name} -->: put them back.")
     return before + begin + made + "\n" * bool(made) + end + after
 
 
@@ -268,7 +269,7 @@ RENDERED = {README: render, CONTRIBUTING: render_contributing}
 
 
 def stale() -> list[str]:
-    """The generated files that do not show what notebooks and results hold now."""
+    """The names of generated files that do not show what notebooks and results hold now."""
     pages = {}
     for path, make in RENDERED.items():
         text = path.read_text(encoding="utf-8")
@@ -296,7 +297,7 @@ def main() -> None:
     if sys.argv[1:] != ["--check"]:
         update()
     elif old := stale():
-        raise SystemExit(f"{', '.join(old)} is stale: run `python tools/readme.py`.")
+        raise SystemExit(f"Stale: {', '.join(old)}. Run `python tools/readme.py`.")
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
 """Run notebooks again and store their outputs, keeping an old output where only measured values changed.
 
-A refresh without a change of code is an empty diff. From the first code cell that has changed on, or when a file that
-the notebook uses has changed, outputs are stored anew: a measured value may be what the old code measured.
-Measured values are stored from a quiet machine only. On a busy one, old ones stay, and the page is marked as noisy
-where it has none: a later refresh on a quiet machine replaces them.
+Without a change of code, a refresh leaves an empty diff. From the first changed code cell on, or everywhere if a file
+that the notebook uses has changed, outputs are stored anew: an old measured value would be that of the old code.
+Measured values are stored from a quiet machine only. On a busy one, old values stay; if there are none, new ones are
+stored and the page is marked as noisy, and a later refresh on a quiet machine replaces them.
 Usage: python tools/refresh.py [--noisy | --keep] [--wait SECONDS] [--all | notebook or folder ...]
 Without names, the notebooks that git sees as changed, and those with a cell that was never run, are refreshed.
 --noisy stores measured values whatever else the machine does, and marks the page. --keep stores none where old ones
-stand: for a machine that lacks what the page shows, such as hardware for bf16, or for the figures of results/ alone.
+exist: for a machine that lacks what the page shows, such as hardware for bf16, or to update only results/ figures.
 """
 
 import argparse
@@ -29,13 +29,13 @@ from tqdm import tqdm
 
 from speedlab import machine
 
-# Cores that other processes may keep busy, on average, and how far two reference products may differ.
+# Cores that other processes may keep busy, on average, and the factor by which two reference products may differ.
 _OTHERS, _DRIFT = 0.15, 1.15
 
 
 @dataclass(frozen=True)
 class Moment:
-    """The clock, CPU seconds that others have spent, and a product's FLOP/s."""
+    """A moment's clock in seconds, CPU seconds that other processes have spent, and a product's FLOP/s."""
 
     time: float
     others: float
@@ -47,7 +47,7 @@ class Moment:
 
 
 def moment(product: bool = False) -> Moment:
-    """Look at the clocks; with `product`, time a short reference product too."""
+    """Read the clocks; with `product`, also time a short reference product."""
     if product:
         machine.peak_flops.cache_clear()
     rate = machine.peak_flops() if product else 0.0
@@ -55,10 +55,10 @@ def moment(product: bool = False) -> Moment:
 
 
 def spent_by_others(root: psutil.Process) -> float:
-    """CPU seconds so far of all processes but `root` and its descendants, and what the machine itself lost.
+    """CPU seconds spent so far by all processes but `root` and its descendants, by interrupts, and by other guests.
 
-    Others are added up, not what is left of everything without ours: a notebook's workers may end without being
-    waited for, and Ray's are never waited for, so that nobody's account shows what they have spent.
+    The others' times are added up, rather than ours subtracted from the total: a notebook's workers may end without
+    being waited for, and Ray's are never waited for, so that no process's account shows what they have spent.
     """
     ours, machines = {root, *root.children(recursive=True)}, psutil.cpu_times()
     spent = sum(getattr(machines, name, 0.0) for name in ("irq", "softirq", "steal"))
@@ -70,13 +70,13 @@ def spent_by_others(root: psutil.Process) -> float:
 
 
 def adopt_orphans() -> None:
-    """Keep processes whose parent ends among our descendants, where the system can (Linux), not among init's."""
+    """Let this process, not init, adopt descendants whose parent ends, where the system can (Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
 
 
 def wait_until_quiet(patience: float) -> bool:
-    """Wait until other processes leave the machine alone for two seconds; give up after `patience` seconds."""
+    """Wait for two quiet seconds and return True; give up after `patience` seconds and return False."""
     end, told = time.monotonic() + patience, False
     while True:
         before = moment()
@@ -85,7 +85,7 @@ def wait_until_quiet(patience: float) -> bool:
         if others <= _OTHERS:
             return True
         if time.monotonic() > end:
-            print(f"Other processes keep {others:.2f} cores busy: measured values that stand are kept.")
+            print(f"Other processes keep {others:.2f} cores busy: old measured values are kept.")
             return False
         if not told:
             print(
@@ -95,7 +95,7 @@ def wait_until_quiet(patience: float) -> bool:
 
 
 def refresh(path: Path, noisy: bool = False, patience: float = 60.0, keep: bool = False) -> tuple[bool, int, bool]:
-    """Re-execute one notebook in place; return whether its file changed, how many outputs were kept, and quiet."""
+    """Re-run a notebook in place; return (whether its file changed, outputs kept, whether the machine was quiet)."""
     old = nbformat.read(path, as_version=4)
     calm = noisy or (not keep and wait_until_quiet(patience))
     before = moment(product=True)
@@ -113,7 +113,7 @@ def refresh(path: Path, noisy: bool = False, patience: float = 60.0, keep: bool 
     stood, stand = ([o for c in page.cells for o in c.get("outputs", ()) if clocked([o])] for page in (old, new))
     clocks_anew = any(clock not in stood for clock in stand)
     if RECORDED in old.metadata and (keep or not (quiet or noisy or clocks_anew)):
-        # A clock that had to be stored stands beside those of another day or machine: all are to be recorded again.
+        # A clock value that had to be stored is now next to those of another day or machine: record them all again.
         new.metadata[RECORDED] = {**old.metadata[RECORDED], **({"quiet": False} if clocks_anew else {})}
     elif kept < sum(c.cell_type == "code" for c in new.cells) or RECORDED not in old.metadata:
         new.metadata[RECORDED] = {
@@ -127,7 +127,7 @@ def refresh(path: Path, noisy: bool = False, patience: float = 60.0, keep: bool 
 
 
 def changed() -> list[Path]:
-    """Notebooks that differ from the last commit, or that hold a code cell without a count."""
+    """Notebooks that differ from the last commit, or that hold a code cell without an execution count."""
     asked = subprocess.run(
         ["git", "-c", "core.quotepath=off", "status", "--porcelain", "--untracked-files=all", "--", "*.ipynb"],
         cwd=ROOT, capture_output=True, text=True, timeout=60,
@@ -143,11 +143,11 @@ def _has_unrun_cells(path: Path) -> bool:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Run notebooks again and store their outputs.")
-    parser.add_argument("names", nargs="*", help="notebooks or folders; without, what git sees as changed")
+    parser.add_argument("names", nargs="*", help="notebooks or folders (default: what git sees as changed)")
     parser.add_argument("--all", action="store_true", help="every notebook of the course")
     clocks = parser.add_mutually_exclusive_group()
-    clocks.add_argument("--noisy", action="store_true", help="store measured values from a busy machine, marked so")
-    clocks.add_argument("--keep", action="store_true", help="keep every measured value that stands")
+    clocks.add_argument("--noisy", action="store_true", help="store measured values of a busy machine, mark the page")
+    clocks.add_argument("--keep", action="store_true", help="keep every old measured value")
     parser.add_argument("--wait", type=float, default=60.0, help="seconds to wait for a quiet machine (60)")
     given = parser.parse_args()
     paths = find() if given.all else find(given.names) if given.names else changed()
@@ -163,7 +163,7 @@ def main() -> None:
                 differs, kept, quiet = refresh(path, given.noisy, given.wait, given.keep)
             except (CellExecutionError, CellTimeoutError, DeadKernelError) as error:
                 failed.append(path)
-                bar.write(f"failed, left as it was: {path.relative_to(ROOT)}\n{error}")
+                bar.write(f"failed, left unchanged: {path.relative_to(ROOT)}\n{error}")
                 continue
             state = ("changed" if differs else "same   ") + (" quiet" if quiet else " noisy")
             seconds = time.perf_counter() - start

@@ -1,6 +1,6 @@
-"""Slides from a lesson as it stands: cut by its structure, with outputs and answers that appear at the Space key.
+"""Slides from a lesson as it is: cut along its structure, with outputs and answers that appear at the Space key.
 
-nbconvert turns Markdown and code into HTML; reveal.js and MathJax are copied beside it, so that nothing is fetched.
+nbconvert turns Markdown and code into HTML; reveal.js and MathJax are copied next to it, so that nothing is fetched.
 """
 
 import ast
@@ -18,10 +18,10 @@ import nbformat
 from nbconvert.filters import Highlight2HTML, markdown2html, strip_ansi
 
 ROOT = Path(__file__).resolve().parents[1]
-WIDE = 95  # characters in a line of code, from which on it is set smaller
-ROWS = 13  # of a table that stay on one slide, if a line holds each
-LINES = 22  # of code or text that stay on one slide
-ROOM = 600  # pixels of a slide's 720 that its parts may take, by estimate; the page itself shrinks what is higher
+WIDE = 95  # characters per line of code; a cell with a longer line is set in smaller type
+ROWS = 13  # table rows that fit on one slide if each takes one line
+LINES = 22  # lines of output that fit on one slide
+ROOM = 600  # pixels, of a slide's 720, that its parts may take, by estimate; the page shrinks what is taller
 _CUT, _GAP = r"(?m)^(?=#{1,3} |> \*\*Predict)", r"\n\s*\n"
 _FENCE = re.compile(r"(?ms)^```.*?^```[ \t]*$")
 _DETAILS = re.compile(r"(?s)<details>\s*<summary>(.*?)</summary>(.*?)</details>")
@@ -30,7 +30,7 @@ _DETAILS = re.compile(r"(?s)<details>\s*<summary>(.*?)</summary>(.*?)</details>"
 def pieces(notebook: nbformat.NotebookNode) -> list[tuple[str, str, nbformat.NotebookNode]]:
     """The lesson in order as (kind, source, cell): text, predict, code, the answer after it, and the closing part.
 
-    What stands between a cell and the next heading, question or cell says what came out: it is an answer.
+    The text between a cell and the next heading, question or cell says what came out: it is an answer.
     """
     made, after_code, closing = [], False, False
     for cell in notebook.cells:
@@ -53,7 +53,7 @@ def pieces(notebook: nbformat.NotebookNode) -> list[tuple[str, str, nbformat.Not
 
 
 def _split(pattern: str, text: str) -> list[str]:
-    """Markdown cut at a pattern, but not inside code."""
+    """Markdown cut at a pattern, but not inside a code block."""
     fences: list[str] = []
     hidden = _FENCE.sub(lambda found: fences.append(found[0]) or f"\0{len(fences) - 1}\0", text)
     whole = lambda part: re.sub(r"\0(\d+)\0", lambda found: fences[int(found[1])], part)  # noqa: E731
@@ -74,7 +74,7 @@ def blocks(text: str) -> list[tuple[str, float, bool]]:
 
 
 def _height(block: str) -> float:
-    """How many pixels a block of Markdown takes on a slide, roughly."""
+    """The approximate height of a Markdown block on a slide, in pixels."""
     lines = block.splitlines()
     if block.startswith("```"):
         return 26 + 24 * len(lines)
@@ -116,7 +116,7 @@ def shown(cell: nbformat.NotebookNode) -> list[tuple[str, float]]:
 
 
 def _lines_of_a_row(table: str) -> int:
-    """How many lines a row takes: a table that is wider than a slide breaks the words of its longest columns."""
+    """How many lines a row takes: a table that is wider than a slide wraps the text of its longest columns."""
     rows = [re.findall(r"(?s)<t[dh].*?</t[dh]>", row) for row in re.findall(r"(?s)<tr.*?</tr>", table)]
     lengths = [[len(re.sub("<[^>]+>", "", cell)) for cell in row] for row in rows]
     columns = [max(column) for column in zip_longest(*lengths, fillvalue=0)]
@@ -125,7 +125,7 @@ def _lines_of_a_row(table: str) -> int:
 
 
 def _tables(table: str, most: int) -> list[str]:
-    """A long table as several of about so many rows, each with the head of the whole."""
+    """A long table as several of about `most` rows, each with the head of the whole table."""
     found = re.fullmatch(r"(?s)(.*<tbody>)(.*)(</tbody>.*)", table)
     rows = re.findall(r"(?s)<tr.*?</tr>", found[2]) if found else []
     if len(rows) <= most + 1:
@@ -153,7 +153,7 @@ class Slide:
 
 
 def sections(notebook: nbformat.NotebookNode, seconds: dict[str, float]) -> list[str]:
-    """The slides' HTML. What appears at the Space key is a `fragment`; what only the speaker sees, `notes`."""
+    """The HTML of each slide. What appears at the Space key is a `fragment`; what only the speaker sees, `notes`."""
     made: list[Slide] = []
     parts = pieces(notebook)
     for place, (kind, source, cell) in enumerate(parts):
@@ -202,7 +202,7 @@ def _text(kind: str, source: str) -> list[Slide]:
 
 
 def _behind(following: list[tuple[str, str, nbformat.NotebookNode]]) -> str:
-    """What a speaker wants to know at a question: the guess that stands in the page, what comes out, what is said."""
+    """The speaker's notes for a question: the guess on the page, what the code prints, and what the page says."""
     notes, seen_code = [], False
     for kind, source, cell in following:
         if kind == "predict" or (seen_code and kind == "text"):
@@ -212,7 +212,7 @@ def _behind(following: list[tuple[str, str, nbformat.NotebookNode]]) -> str:
             for line in _guesses(source):
                 notes.append(f"The page guesses {html.escape(line)}.")
             said = [line for o in cell.outputs for line in o.get("text", "").splitlines() if "guess" in line]
-            notes += [f"Comes out: {html.escape(line.strip())}" for line in said]
+            notes += [f"The code prints: {html.escape(line.strip())}" for line in said]
         elif kind == "answer":
             first = re.split(r"(?<=[.?!])\s", " ".join(source.split("\n\n")[0].split()))
             notes.append("The page says: " + html.escape(" ".join(first[:2])))
@@ -221,7 +221,7 @@ def _behind(following: list[tuple[str, str, nbformat.NotebookNode]]) -> str:
 
 
 def _guesses(source: str) -> list[str]:
-    """What a cell assigns to my_guess, the number that readers are asked to overwrite."""
+    """The code of what a cell assigns to my_guess, which readers are asked to overwrite."""
     found = []
     for node in ast.parse(source).body:
         for target in node.targets if isinstance(node, ast.Assign) else []:

@@ -1,8 +1,8 @@
-"""Kernels that begin with the large libraries imported: forks of one process that imported them once.
+"""Kernels that start with the large libraries already imported: forks of one process that imported them once.
 
-A course of notebooks starts some seventy kernels, and each would spend 3 to 10 seconds of a core on the same imports.
-This is a kernel provisioner, the way in which jupyter_client lets others start kernels; `use()` makes it the default
-of this process. Only Linux forks reliably beside threads: elsewhere, kernels start as usual.
+A complete test run starts over sixty kernels, and each would spend 3 to 10 core seconds on the same imports.
+This is a kernel provisioner, the interface by which jupyter_client lets others start kernels; `use()` makes it the
+default of this process. Only on Linux can a process with threads fork reliably: elsewhere, kernels start as usual.
 """
 
 import contextlib
@@ -20,17 +20,17 @@ from pathlib import Path
 import psutil
 from jupyter_client.provisioning import KernelProvisionerFactory, LocalProvisioner
 
-# What most notebooks import, and the parts of it that take longest. A library that is missing is left out.
+# What most notebooks import, with the submodules that take longest. A library that is missing is skipped.
 PRELOADED = """
 torch torch._dynamo torchvision lightning transformers.models.auto.modeling_auto
 scipy.stats matplotlib.pyplot ipywidgets ipykernel.kernelapp ipykernel.zmqshell
 """.split()
-# ipykernel sets this when it starts, but matplotlib reads it when it is imported, which is earlier here.
+# ipykernel sets this when it starts, but matplotlib reads it when it is imported, which happens earlier here.
 _INLINE = {"MPLBACKEND": "module://matplotlib_inline.backend_inline"}
 
 
 class WarmProvisioner(LocalProvisioner):
-    """Asks the process that holds the libraries for a fork of itself, and looks after that as after its own child."""
+    """Asks the process that holds the libraries to fork, and manages the fork as if it were its own child."""
 
     origin: subprocess.Popen | None = None
 
@@ -52,7 +52,7 @@ class WarmProvisioner(LocalProvisioner):
 
 
 class _Fork(psutil.Process):
-    """A process that is another's child, with what a provisioner asks of a subprocess.Popen besides."""
+    """A child of a different process, with what a provisioner also needs of a subprocess.Popen."""
 
     stdin = stdout = stderr = None
 
@@ -63,12 +63,12 @@ class _Fork(psutil.Process):
         return 0
 
     def send_signal(self, sig: int) -> None:
-        with contextlib.suppress(psutil.NoSuchProcess):  # one that has ended needs none
+        with contextlib.suppress(psutil.NoSuchProcess):  # a process that has ended needs no signal
             super().send_signal(sig)
 
 
 def use() -> None:
-    """Start kernels of this process as forks from now on, on Linux."""
+    """On Linux, start the kernels of this process as forks from now on."""
     if sys.platform == "linux":
         factory = KernelProvisionerFactory.instance()
         factory.provisioners["warm"] = EntryPoint("warm", "warm_kernels:WarmProvisioner", factory.GROUP_NAME)
@@ -76,7 +76,7 @@ def use() -> None:
 
 
 def _orders() -> dict:
-    """Fork at each order that arrives; return it in the fork, and end where no more can come."""
+    """Fork for each order that arrives; return the order in the fork, and exit when no more can come."""
     for line in sys.stdin:
         order = json.loads(line)
         if (pid := os.fork()) == 0:
@@ -86,7 +86,7 @@ def _orders() -> dict:
 
 
 def _become_kernel(order: dict) -> None:
-    """Go on as a process would that was started for this kernel alone."""
+    """Continue as if this process had been started for this kernel alone."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.setsid()
     os.environ.clear()
@@ -95,12 +95,12 @@ def _become_kernel(order: dict) -> None:
     nowhere = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1):
         os.dup2(nowhere, descriptor)
-    multiprocessing.process.ORIGINAL_DIR = order["cwd"]  # what it spawns looks there for modules
+    multiprocessing.process.ORIGINAL_DIR = order["cwd"]  # processes that it spawns look there for modules
     import numpy
     from ipykernel import kernelapp
 
-    numpy.random.seed()  # forks would draw the same, and what is not seeded must not repeat
-    # ipykernel has read its parent's number from the environment already; without one, it would outlive that parent
+    numpy.random.seed()  # forks would all draw the same numbers, but unseeded draws must differ
+    # ipykernel has already read its parent's process id from the environment; without it, it would outlive the parent
     sys.argv = ["ipykernel_launcher", *order["arguments"], f"--IPKernelApp.parent_handle={os.getppid()}"]
     kernelapp.launch_new_instance()
 
@@ -112,5 +112,5 @@ if __name__ == "__main__":
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the forks here
-    gc.freeze()  # what is shared stays shared
+    gc.freeze()  # what the forks share stays shared
     _become_kernel(_orders())

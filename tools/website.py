@@ -32,9 +32,9 @@ LINK = re.compile(
 
 
 def linked(text: str, path: str, published: dict[str, str]) -> tuple[str, set[str]]:
-    """The text of a file with its links turned to published pages, and the other files that it links to.
+    """The text of a file with its links pointing to published pages, and the other files that it links to.
 
-    A link to a folder leads to the repository, and is plain text where there is none.
+    A link to a folder leads to the repository, or becomes plain text if the repository has no address.
     """
     files: set[str] = set()
 
@@ -82,7 +82,7 @@ def exercise(stub: nbformat.NotebookNode, solution: nbformat.NotebookNode) -> nb
 
 
 def shown(outputs: list) -> list:
-    """What a reader sees of a cell's outputs: no warnings of libraries, and not what only the tests read."""
+    """A cell's outputs as a reader sees them: without libraries' warnings, and without what only the tests read."""
     kept = [output for output in outputs if output.get("name") != "stderr"]
     for output in kept:
         for kind in [kind for kind in output.get("data", {}) if kind.startswith("application/vnd.")]:
@@ -91,14 +91,14 @@ def shown(outputs: list) -> list:
 
 
 def with_badges(text: str, path: str) -> str:
-    """A first cell with a row of links under its title, where the course is published."""
+    """A page's text with a row of links under its title, if the course has a public address."""
     row = " ".join(f'<a class="badge" href="{address}">{name}</a>' for name, address in badges(path))
     title, rest = text.split("\n", 1)
     return f'{title}\n\n<p class="badges">{row}</p>\n{rest}' if row else text
 
 
 def lessons() -> dict[str, dict]:
-    """Title, minutes and path of each lesson by its number, 9.1.1 and the like; the capstone's by folder and name."""
+    """Title, minutes and path of each lesson and its recorded seconds, by its number, such as 9.1.1 or capstone.1."""
     found = {}
     for path in find([str(ROOT / "code-units")]):
         unit, number = path.parent.name.split("-")[0], path.stem.split("-")[0]
@@ -107,12 +107,12 @@ def lessons() -> dict[str, dict]:
 
 
 def recorded_seconds(path: Path) -> int:
-    """How long the notebook ran when its outputs were stored."""
+    """The seconds that the notebook ran when its outputs were stored; 0 if they were not recorded."""
     return nbformat.read(path, as_version=4).metadata.get("recorded", {}).get("seconds", 0)
 
 
 def stage(source: Path) -> None:
-    """Write what Sphinx builds: notebooks, README, results, contributing, the site's own pages and the contents."""
+    """Write what Sphinx builds: notebooks, README, results page, CONTRIBUTING, the site's own pages, the contents."""
     units = find([str(ROOT / "code-units")])
     stubs = find([str(ROOT / "exercises")])
     pages = {path.name: path for path in sorted((HERE / "pages").glob("*.md"))}
@@ -151,13 +151,13 @@ def stage(source: Path) -> None:
     for name, path in pages.items():
         text = teaching.fill(path.read_text(encoding="utf-8"), known)
         write(name, with_badges(turned(text, name), path.relative_to(ROOT).as_posix()))
-    for name in filter(lambda name: (ROOT / name).is_file(), files):  # Sphinx names the page that links to nothing
+    for name in filter(lambda name: (ROOT / name).is_file(), files):  # Sphinx reports links to nothing
         (source / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, source / name)
 
 
 def contents(notebooks: list[str], pages: dict[str, Path], known: dict[str, dict]) -> str:
-    """The side bar: a tree for each folder of notebooks, lessons with their numbers, and one for the other pages."""
+    """The sidebar: a tree for each folder of notebooks, lessons with their numbers, and two for the other pages."""
     groups: dict[str, list[str]] = {}
     numbered = {row["path"]: f"{number} {row['title']} <{row['path']}>" for number, row in known.items()}
     for name in notebooks:
@@ -171,7 +171,7 @@ def contents(notebooks: list[str], pages: dict[str, Path], known: dict[str, dict
 
 
 def build(target: Path = SITE) -> None:
-    """Build into a folder. What Sphinx keeps for itself holds this checkout's path: it stays outside."""
+    """Build the site into a folder. Sphinx's own cache holds this checkout's path, so it stays outside."""
     with tempfile.TemporaryDirectory() as work:
         source, made = Path(work, "source"), Path(work, "site")
         stage(source)

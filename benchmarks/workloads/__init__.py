@@ -14,15 +14,15 @@ from benchmarks.loop import Batch, Rung, Settings, Training, computed, real, rep
 from speedlab import count, machine
 
 CPU = torch.device("cpu")
-# A rung still trains if its loss after the proof's steps is within this of the start's.
+# A rung still trains if its loss after the proof's steps exceeds the start's by less than this.
 MARGIN = 0.15
 
 
 @contextlib.contextmanager
 def as_a_gpu_keeps_it() -> Iterator[None]:
-    """While a CPU predicts: attention keeps what a GPU's fused kernels keep, also with dropout.
+    """For predictions on a CPU: attention saves what a GPU's fused kernels save, even with dropout.
 
-    A CPU has no fused kernel with dropout and would keep all scores, of which a GPU keeps none.
+    A CPU has no fused kernel with dropout and would save all scores, where a GPU saves none.
     """
     fused = F.scaled_dot_product_attention
     undropped = lambda *given, dropout_p=0.0, **named: fused(*given, **named)  # noqa: E731
@@ -41,7 +41,7 @@ class Workload:
     unit = "images"
     task = ""
     target = 0.0
-    start_seconds = 40  # that the start takes on a GPU, about
+    start_seconds = 40  # about what the start takes on a GPU
 
     def __init__(self, device: torch.device, scale: str):
         self.device, self.scale, self.tiny = device, scale, scale == "tiny"
@@ -57,7 +57,7 @@ class Workload:
     def training(
         self, settings: Settings, stream: Iterator[Batch] | None = None, device: torch.device | None = None
     ) -> Training:
-        """The loop of these settings, with a model made from seed 0; on `device` if that is given."""
+        """The training loop for these settings, with a model made from seed 0; on `device` if that is given."""
         raise NotImplementedError
 
     def batches(self, settings: Settings) -> Iterator[Batch]:
@@ -69,32 +69,32 @@ class Workload:
         raise NotImplementedError
 
     def blank(self, settings: Settings, rows: int, width: int = 0) -> Batch:
-        """A CPU batch without content, as wide as the widest or `width`: for counting under fake tensors."""
+        """A CPU batch without content, as wide as the widest or `width`, for counting under fake tensors."""
         raise NotImplementedError
 
     def task_of(self, rung: Rung) -> str:
-        """What this rung does, in words: a rung apart does something else than the others."""
+        """The task of this rung, in words: a rung that stands `apart` has a task of its own."""
         return f"{self.task} ({rung.name})" if rung.apart else self.task
 
     def build(self, settings: Settings) -> Training:
-        """The loop of these settings with its own batches."""
+        """The training loop for these settings with its own batches."""
         return self.training(settings, self.batches(settings))
 
     def share_of_real(self, settings: Settings) -> float:
-        """The part of what is computed that is real, not padding."""
+        """The share of computed units that is real, not padding."""
         return 1.0
 
     def representative(self, settings: Settings) -> tuple[Batch, ...]:
-        """The batches of a timed sample where batches differ in cost, the costliest last; none: any of the stream."""
+        """The batches of a timed sample if batches differ in cost, the costliest last; empty if any batch will do."""
         return ()
 
     def timed_share(self, settings: Settings) -> float:
-        """The part of what a timed sample computes that is real."""
+        """The share of the units computed in a timed sample that is real."""
         batches = self.representative(settings)
         return sum(map(real, batches)) / sum(map(computed, batches)) if batches else self.share_of_real(settings)
 
     def flops(self, settings: Settings) -> tuple[float, float]:
-        """Operations of a training step for each computed unit, and for each real unit without any padding."""
+        """Operations of a training step per computed unit, and per real unit without any padding."""
         each = float(self.sample_flops(settings.size))
         return each, each
 
@@ -102,7 +102,7 @@ class Workload:
     def sample_flops(self, size: int, width: int = 0) -> int:
         """Operations of one forward and backward pass over one sample, counted on fake tensors: nothing is computed.
 
-        In fp32 and eager, with attention as products, which the counter knows.
+        They are counted in fp32, not compiled, with attention as products, which the counter knows.
         """
         settings = replace(self.start(), batch=1, plain_attention=True, host_metric=False, size=size)
         with _fake(), count.without_initialisation():
@@ -131,14 +131,14 @@ class Workload:
 
         attention = as_a_gpu_keeps_it() if self.device.type == "cuda" else contextlib.nullcontext()
         with warnings.catch_warnings(), attention:
-            warnings.filterwarnings("ignore", "Module is None")  # the tracker, of a model inside a model
+            warnings.filterwarnings("ignore", "Module is None")  # the tracker says so about a model inside a model
             return count.predict_peak_memory(build).total
 
     def prove(self, run: Training, start: dict | None) -> dict:
-        """Train on a few fixed samples; does the loss fall about as far as at the start, whose row is given?
+        """Train on a few fixed samples, and check that the loss falls about as far as in `start`, the start's row.
 
-        On a GPU a larger batch holds the same samples several times over, so that its gradient is the same; the loss
-        is read without dropout. `first_s` are the first step's seconds. A key `not_run` means that it does not count.
+        On a GPU a larger batch holds the same samples several times over, so its gradient is the same; the loss
+        is read without dropout. `first_s` is the first step in seconds. A key `not_run` says why a rung is left out.
         """
         usual, clock = self.start().batch, machine.synchronised_clock(self.device)
         # a CPU would spend minutes on whole batches
@@ -157,7 +157,7 @@ class Workload:
                 "trains": loss < wanted, "first_s": seconds[0]}  # fmt: skip
 
     def gains(self, ratios: list[float], settings: Settings, proof: dict, start: dict | None) -> list[float]:
-        """Speed-ups, from the ratios of the real units' rates to the start's, pair by pair."""
+        """Speed-ups, pair by pair, from the ratios of a rung's rates to the start's in real units."""
         return ratios
 
 
@@ -169,7 +169,7 @@ def _fake() -> contextlib.AbstractContextManager:
 
 @contextlib.contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Make new floating-point tensors `dtype`; under fake tensors, Module.to(dtype) does not work."""
+    """Make `dtype` the floating-point default, because Module.to(dtype) does not work under fake tensors."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

@@ -1,8 +1,8 @@
 """The ladder to a fixed accuracy: what counts is the time until a small network reaches it.
 
 That time is steps times seconds per step. The steps are counted by training to the target, for several seeds; a rung
-that changes the system only (the layout, where the data is) inherits the count of the rung before. The seconds of a
-step are timed in turns with the start's. Validation stays outside both.
+that changes only the system (the layout, where the data is) inherits the count of the rung before it. The seconds of
+a step are timed alternately with the start's. Neither includes validation.
 """
 
 import statistics
@@ -34,7 +34,7 @@ from speedlab import machine
 TARGET = 0.92
 TRAIN, VALIDATION = 4096, 1024
 SEEDS = 3
-# These fields change the rounding at most: the number of steps to the target is taken over, not counted again.
+# These fields change the rounding at most, so the number of steps to the target is inherited, not counted again.
 SYSTEM = {"tf32", "host_metric", "resident", "channels_last", "fused", "compiled", "keep_memory", "pool_first"}
 
 
@@ -65,31 +65,31 @@ class Accuracy(Workload):
         self._counted: tuple[Recipe, dict] | None = None
 
     def start(self) -> Recipe:
-        """As PyTorch's tutorial on training a classifier (CIFAR-10) has it, but for its batch of 4: SGD, one rate."""
+        """As in PyTorch's tutorial on training a classifier (CIFAR-10), except for its batch of 4: SGD, one rate."""
         return Recipe(batch=16, epochs=2 if self.tiny else 60)
 
     def rungs(self) -> tuple[Rung, ...]:
         eight, six, five = (1, 1, 1) if self.tiny else (8, 6, 5)
         return (
-            Rung("strict fp32", "batch 16, SGD at 0.001 with momentum, a metric read every batch, one image each"),
+            Rung("strict fp32", "batch 16, SGD at 0.001 with momentum, a metric read every batch, images one by one"),
             TF32,
             NO_HOST_SYNCS,
             Rung("data on the device", "the images stay there as bytes and are augmented a batch at a time",
                  {"resident": True}),
             FUSED,
             Rung("channels-last", "convolutions in the layout that their kernels use", {"channels_last": True}),
-            Rung("one-cycle schedule", f"up to a learning rate of 0.1 and down to nothing, within {eight} epochs",
+            Rung("one-cycle schedule", f"up to a learning rate of 0.1 and down to zero, within {eight} epochs",
                  {"one_cycle": True, "lr": 0.1, "epochs": eight}),
             Rung("Nesterov, weight decay", f"the usual companions of momentum: {six} epochs are enough",
                  {"nesterov": True, "weight_decay": 5e-4, "epochs": six}),
-            Rung("label smoothing", f"a tenth of the label goes to the other classes: {five} epochs are enough",
+            Rung("label smoothing", f"a tenth of the label is spread over all classes: {five} epochs are enough",
                  {"smoothing": 0.1, "epochs": five}),
-            Rung("larger batch", "batch 32, and the learning rate grown with it", {"batch": 32, "lr": 0.2}),
+            Rung("larger batch", "batch 32, and a learning rate that grows with it", {"batch": 32, "lr": 0.2}),
             AUTOCAST,
             MEMORY_KEPT,
             Rung("pool before ReLU", "the same function on a quarter of the numbers: the largest ReLU is the ReLU of "
                  "the largest", {"pool_first": True}),
-            Rung("compile", "pointwise operations are fused into one pass; the seconds of compiling are listed apart",
+            Rung("compile", "pointwise operations are fused into one pass; the compile time is listed separately",
                  {"compiled": True}, ("cuda", "compiler")),
         )  # fmt: skip
 
@@ -100,7 +100,7 @@ class Accuracy(Workload):
         return Run(settings, device or self.device, network, stream, self.images // settings.batch)
 
     def batches(self, settings: Recipe) -> Iterator[Batch]:
-        """Augmented batches: by a DataLoader, or gathered and mirrored on the device."""
+        """Augmented batches, from a DataLoader or gathered and mirrored on the device."""
         pixels, labels = pictures(self.images, seed=1)
         device = self.device
         if not settings.resident:
@@ -122,7 +122,7 @@ class Accuracy(Workload):
         return {"images": images}, torch.zeros(rows, dtype=torch.long, device=CPU)
 
     def prove(self, run: "Run", start: dict | None) -> dict:
-        """Steps to the target for each seed, and the least accuracy; taken over where only the system changed."""
+        """Steps to the target per seed, and the lowest accuracy reached; inherited where only the system changed."""
         settings = run.settings
         if self._counted and not changed(settings, self._counted[0]) - SYSTEM:
             found = self._counted[1]
@@ -133,7 +133,7 @@ class Accuracy(Workload):
             found = {"steps": [steps for steps, _ in tried], "accuracy": min(reached for _, reached in tried)}
             self._counted = settings, found
         if None in found["steps"]:
-            short = f"it did not reach {self.aim:.0%} in {settings.epochs} epochs: {found['accuracy']:.1%}"
+            short = f"it did not reach {self.aim:.0%} in {settings.epochs} epochs, only {found['accuracy']:.1%}"
             return {"not_run": short}
         begin = time.perf_counter()
         with run.numerics():
@@ -141,14 +141,14 @@ class Accuracy(Workload):
         return {**found, "aim": self.aim, "trains": True, "first_s": time.perf_counter() - begin}
 
     def gains(self, ratios: list[float], settings: Recipe, proof: dict, start: dict | None) -> list[float]:
-        """Speed-ups in time to the target, one per seed: the ratio of the steps, times that of the steps' rates."""
+        """Speed-ups in time to the target, one per seed: the ratio of step counts times the ratio of step rates."""
         faster = statistics.median(ratios) * self.start().batch / settings.batch
         return [first / own * faster for first, own in zip((start or proof)["steps"], proof["steps"], strict=True)]
 
     def steps_to_target(self, recipe: Recipe, seed: int) -> tuple[int | None, float]:
-        """Steps until the validation accuracy is the aim, looked at four times an epoch, and the accuracy reached.
+        """Steps until the validation accuracy, checked four times per epoch, meets the aim, and that accuracy.
 
-        None where the recipe's epochs end before that. The system is the fastest that leaves the mathematics alone,
+        None if the recipe's epochs end before that. The system is the fastest that does not change the mathematics,
         so that a minute of counting does not become five.
         """
         machine.seed_everything(seed)
@@ -169,7 +169,7 @@ class Accuracy(Workload):
 
 
 class Block(nn.Module):
-    """Two convolutions, halving the image and adding what went in to what came out."""
+    """A convolution and pooling, which halves the image, then a second convolution with a residual connection."""
 
     def __init__(self, before: int, after: int, pool_first: bool):
         super().__init__()
@@ -187,7 +187,7 @@ def unit(before: int, after: int) -> nn.Module:
 
 
 class Network(nn.Module):
-    """A small residual network for images (B, 3, 32, 32)."""
+    """A small residual network: images (B, 3, 32, 32) to logits (B, 10)."""
 
     def __init__(self, width: int, pool_first: bool = False):
         super().__init__()
@@ -200,7 +200,7 @@ class Network(nn.Module):
 
 
 class Run(Training):
-    """A training by SGD whose learning rate may follow a schedule, and whose labels may be smoothed."""
+    """A training run with SGD; its learning rate may follow a schedule, and its labels may be smoothed."""
 
     def __init__(
         self,
@@ -235,7 +235,7 @@ class Run(Training):
         return done
 
     def accuracy(self, images: torch.Tensor, labels: torch.Tensor) -> float:
-        """The share of right answers, by the network with its running statistics."""
+        """The share of right answers in eval mode, with BatchNorm's running statistics."""
         self.model.eval()
         with torch.no_grad(), self.numerics():
             parts = zip(images.split(256), labels.split(256), strict=True)

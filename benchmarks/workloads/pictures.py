@@ -8,11 +8,11 @@ SIZE = 32
 
 
 def pictures(count: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Images uint8 (count, 3, 32, 32) and their labels (count,), ten classes.
+    """Images (count, 3, 32, 32) in uint8 and their labels (count,), of ten classes.
 
-    Each class is a smooth pattern of three colours, drawn once; an image shows it turned, scaled, moved and sheared
+    Each class is a smooth pattern of three colours, drawn once; an image shows it turned, scaled, shifted and sheared
     at random, mirrored half the time, over clutter of the same smoothness and with grain. The patterns are the same
-    for every seed, so that two seeds give two samples of one task.
+    for every seed, so two seeds give two samples of one task.
     """
     patterns = _smooth(CLASSES, 6, torch.Generator().manual_seed(1234))
     generator = torch.Generator().manual_seed(seed)

@@ -28,12 +28,12 @@ from speedlab import machine
 from speedlab.data import models
 
 # IMDb's reviews in WordPiece tokens: a mean of 292, and 12.69% of them longer than 512 (Sun, Qiu, Xu and Huang, How
-# to Fine-Tune BERT for Text Classification, 2019, table 1). A log-normal distribution with this median and spread has
-# both.
+# to Fine-Tune BERT for Text Classification, 2019, table 1). A log-normal distribution with this median and spread
+# reproduces both.
 MEDIAN, SPREAD = 226.0, 0.715
 LONGEST, SHORTEST = 512, 10
 VOCABULARY = 30_000
-# Lengths are sorted within this many batches, then the batches are shuffled: an epoch is still nearly random.
+# Reviews are sorted by length within this many batches, and then the batches shuffled, so epochs stay nearly random.
 SORTED_TOGETHER = 16
 
 
@@ -49,7 +49,7 @@ class Text(Workload):
         self.longest = LONGEST // 8 if self.tiny else LONGEST
 
     def start(self) -> Settings:
-        """As a first script has it: everything padded to the longest, fp32 with TF32 off, batch 12, Adam."""
+        """As in a first script: everything padded to the longest, fp32 with TF32 off, batch 12, Adam."""
         return Settings(batch=4 if self.tiny else 12)
 
     def rungs(self) -> tuple[Rung, ...]:
@@ -67,7 +67,7 @@ class Text(Workload):
             larger_batch(8 if self.tiny else 192),
             Rung(
                 "compile, bucketed shapes",
-                "pointwise operations and dropout are fused into one pass; lengths are rounded up to few shapes",
+                "pointwise operations and dropout are fused into one pass; lengths are rounded up to a few shapes",
                 {"compiled": True},
                 ("compiler",),
             ),
@@ -75,7 +75,7 @@ class Text(Workload):
         )
 
     def network(self) -> nn.Module:
-        """DistilBERT-base with random weights, or the same class at a size for trying out."""
+        """DistilBERT-base with random weights, or a tiny one for trying things out."""
         machine.seed_everything(0)
         if not self.tiny:
             return models.distilbert("base", pretrained=False)
@@ -93,7 +93,7 @@ class Text(Workload):
 
     @functools.cached_property
     def lengths(self) -> tuple[int, ...]:
-        """The tokens of each review, cut at 512: drawn from a seed, or IMDb's own at `full` (1.3 tokens per word)."""
+        """Each review's number of tokens, cut at 512: drawn from a seed or, at `full`, IMDb's words times 1.3."""
         if self.scale == "full":
             from speedlab import data
 
@@ -120,31 +120,31 @@ class Text(Workload):
         return [(rows, self.width(settings, rows)) for rows in groups]
 
     def width(self, settings: Settings, rows: list[int]) -> int:
-        """What a batch of these reviews is padded to; compiled code gets a multiple of 32, so few shapes."""
+        """The width that a batch of these reviews is padded to; compiled code gets multiples of 32: few shapes."""
         if settings.padding == "longest":
             return self.longest
         multiple = 32 if settings.compiled else 1
         return min(self.longest, multiple * math.ceil(max(self.lengths[row] for row in rows) / multiple))
 
     def share_of_real(self, settings: Settings) -> float:
-        """The part of the computed tokens that are real, counted exactly over one epoch."""
+        """The share of the computed tokens that is real, counted exactly over one epoch."""
         batches = self.plan(settings, 0)
         real = sum(self.lengths[row] for rows, _ in batches for row in rows)
         return real / sum(len(rows) * wide for rows, wide in batches)
 
     @functools.cache  # noqa: B019 (a workload lives as long as the process)
     def representative(self, settings: Settings) -> tuple[Batch, ...]:
-        """Of an epoch's batches, sorted by width, the middle one of each quarter; one where all are as wide."""
+        """The middle batch of each quarter of an epoch, sorted by width; a single batch if all are equally wide."""
         batches = sorted(self.plan(settings, 0), key=lambda batch: batch[1])
         parts = 1 if settings.padding == "longest" else 4
         middles = [batches[(2 * part + 1) * len(batches) // (2 * parts)] for part in range(parts)]
         return tuple(self.padded(rows, wide) for rows, wide in middles)
 
     def flops(self, settings: Settings) -> tuple[float, float]:
-        """Operations of a training step for each computed token, padding included, and for each real token without.
+        """Operations of a training step per computed token, padding included, and per real token, without padding.
 
-        The operations of a review are a quadratic polynomial of its width T: the layers give T, attention T². Three
-        counts on fake tensors determine it.
+        A review's operations are a quadratic polynomial in its width T: Linear layers give terms in T, attention T².
+        Three counts on fake tensors determine it.
         """
         at = [self.longest // 4, self.longest // 2, self.longest]
         counted = [self.sample_flops(settings.size, wide) for wide in at]
@@ -172,7 +172,7 @@ class Text(Workload):
 
     @functools.cache  # noqa: B019 (a workload lives as long as the process)
     def review(self, row: int) -> torch.Tensor:
-        """The tokens of one review, the same each time: a tenth of them come from words that only its label uses."""
+        """The tokens of one review, the same each time; about a tenth are from words that only its label uses."""
         generator, length = torch.Generator().manual_seed(row), self.lengths[row]
         tokens = torch.randint(200, 1000 if self.tiny else VOCABULARY, (length,), generator=generator)
         telling = torch.rand(length, generator=generator) < 0.1

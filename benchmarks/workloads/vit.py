@@ -1,4 +1,4 @@
-"""ViT-B/16 at 224 pixels: from the plain script to all that this course teaches, one change per rung."""
+"""ViT-B/16 at 224 pixels: from a plain script to everything that this course teaches, one change per rung."""
 
 from collections.abc import Iterator
 
@@ -38,17 +38,17 @@ class Vit(Workload):
     target = 0.65
 
     def start(self) -> Settings:
-        """As the plain script has it: fp32 with TF32 off, batch 16, Adam, a metric read on the host every batch."""
+        """As in a plain script: fp32 with TF32 off, batch 16, Adam, a metric read on the host every batch."""
         if self.tiny:
             return Settings(batch=4, size=32)
-        # workers pay where a GPU computes; on a CPU they would take the cores that compute
+        # workers pay off where a GPU computes; on a CPU they would take cores from the computation
         return Settings(batch=16, workers=3 if self.device.type == "cuda" else 0)
 
     def rungs(self) -> tuple[Rung, ...]:
         smaller = 16 if self.tiny else 112
         resident = Rung("data on the device", "the images stay there as bytes and are enlarged a batch at a time",
                         {"resident": True})  # fmt: skip
-        # a GPU waits for three workers as soon as its products are fast: no later rung could show what it gives
+        # a GPU waits for three workers as soon as its products are fast, and no later rung could show its own gain
         early, late = ((resident,), ()) if self.device.type == "cuda" else ((), (resident,))
         return (
             Rung("strict fp32", "batch 16, Adam, a metric read every batch, one image loaded at a time"),
@@ -65,12 +65,12 @@ class Vit(Workload):
             Rung("compile", "pointwise operations are fused into one pass", {"compiled": True}, ("compiler",)),
             BF16_WEIGHTS,
             Rung(f"smaller images, {smaller} pixels",
-                 "another task: a quarter of the patches, so a quarter of the work and less to see",
+                 "a different task: a quarter of the patches, so a quarter of the work and less to see",
                  {"size": smaller}, apart=True),
         )  # fmt: skip
 
     def network(self, settings: Settings) -> nn.Module:
-        """ViT-B/16 with random weights at the settings' resolution, or the same class at a size for trying out."""
+        """ViT-B/16 with random weights at the settings' resolution, or a tiny one for trying things out."""
         machine.seed_everything(0)
         if settings.size == 224:
             return models.vit("base", pretrained=False, num_classes=CLASSES)
@@ -85,12 +85,12 @@ class Vit(Workload):
     ) -> Training:
         device, body = device or self.device, self.network(settings)
         # A GPU gains from seeing the whole model at once. On a CPU one MLP is compiled and serves all twelve blocks:
-        # compiled with it, their packed attention has gradients that are not numbers in bf16 (torch 2.15).
+        # their packed attention, if it were compiled too, would get NaN gradients in bf16 (torch 2.15).
         regional = [layer.mlp for layer in body.encoder.layers] if device.type == "cpu" else None
         return Training(settings, device, Named(body), stream, lr=1e-4, regional=regional, dynamic=False)
 
     def batches(self, settings: Settings) -> Iterator[Batch]:
-        """By a DataLoader with one image per call, or gathered on the device."""
+        """From a DataLoader that loads one image per call, or gathered on the device."""
         pixels, labels = self.pool()
         if settings.resident:
             pixels, labels = pixels.to(self.device), labels.to(self.device)
@@ -159,7 +159,7 @@ class Enlarged(Dataset):
 
 
 def enlarge(pixels: torch.Tensor, size: int) -> torch.Tensor:
-    """Bytes (B, 3, H, W) to normalised floats (B, 3, size, size), on the device that they are on."""
+    """Bytes (B, 3, H, W) to normalised floats (B, 3, size, size), on the same device."""
     images = F.interpolate(pixels.float() / 255, size=size, mode="bilinear", align_corners=False)
     mean, std = (torch.tensor(v, device=pixels.device).view(1, 3, 1, 1) for v in (MEAN, STD))
     return (images - mean) / std

@@ -1,6 +1,6 @@
-"""Number formats, bit by bit: what fp32, tf32, fp16, bf16 and the two kinds of fp8 make of a number.
+"""Number formats, bit by bit: how fp32, tf32, fp16, bf16 and two kinds of fp8 represent a number.
 
-tf32 is not a dtype: matrix units round fp32 numbers to it on the way in. Here that is by hand, stored as fp32.
+tf32 is not a dtype: matrix units round fp32 inputs to it. Here we round by hand, and store the result as fp32.
 """
 
 import math
@@ -16,13 +16,13 @@ FORMATS = {
     "fp8 e4m3": (torch.float8_e4m3fn, 4, 3),
     "fp8 e5m2": (torch.float8_e5m2, 5, 2),
 }
-# Bytes of a number: the integer dtype that holds the same bits.
+# Bytes per number: the integer dtype of the same size.
 PATTERN = {4: torch.int32, 2: torch.int16, 1: torch.int8}
-_TF32_CUT = 13  # of fp32's 23 fraction bits, tf32 keeps ten
+_TF32_CUT = 13  # tf32 drops 13 of fp32's 23 fraction bits
 
 
 def bits(number: torch.Tensor, name: str) -> str:
-    """The bits of one number as text, its fields apart: `0 01111111 0000000` is 1 in bf16."""
+    """The bits of one number as text, with a space between fields: `0 01111111 0000000` is 1 in bf16."""
     dtype, exponent, fraction = FORMATS[name]
     width = 8 * dtype.itemsize
     pattern = number.view(PATTERN[dtype.itemsize]).item() % 2**width  # % makes it unsigned
@@ -34,28 +34,28 @@ def to_tf32(x: torch.Tensor) -> torch.Tensor:
     """fp32 numbers rounded to tf32's 10 fraction bits, ties to even, still stored as fp32."""
     pattern = x.view(torch.int32)
     last_kept = (pattern >> _TF32_CUT) & 1
-    # just under half a step, or exactly half where the last kept bit is odd; then cut; a carry raises the exponent
+    # add just under half a step, or exactly half where the last kept bit is 1, then cut; a carry raises the exponent
     rounded = (pattern + 2 ** (_TF32_CUT - 1) - 1 + last_kept) & -(2**_TF32_CUT)
     return torch.where(torch.isfinite(x), rounded.view(torch.float32), x)
 
 
 def round_to(x: float, name: str) -> torch.Tensor:
-    """The number of a format that is nearest to x in fp32, as a tensor of the dtype that stores it; ties go to even.
+    """Round x to fp32, then to a format, ties to even. Returns a 0-d tensor of the dtype that stores the format.
 
-    Beyond the largest number comes infinity; e4m3 has none, so its conversion stops at 448.
+    Numbers that are too large become infinite; e4m3 has no infinity, so it saturates at ±448.
     """
     number = torch.tensor(x, dtype=torch.float64).float()
     if name == "tf32":
         return to_tf32(number)
-    if name == "fp8 e4m3":  # torch made NaN of larger numbers up to 2.11, and stops at 448 since
+    if name == "fp8 e4m3":  # up to 2.11, torch turned larger numbers into NaN; since then it saturates
         number = number.clamp(-448, 448)
     return number.to(FORMATS[name][0])
 
 
 def neighbours(number: torch.Tensor, name: str) -> tuple[float, float]:
-    """The next numbers of a format toward zero and away from it; NaN where there is none.
+    """A number's two neighbours in a format, toward zero and away from zero; NaN where there is none.
 
-    Patterns stand in the order of their numbers' sizes, so a neighbour is one integer away.
+    Read as integers, bit patterns are ordered by magnitude, so a neighbour is one step away.
     """
     if number.isnan():
         return math.nan, math.nan
@@ -64,7 +64,7 @@ def neighbours(number: torch.Tensor, name: str) -> tuple[float, float]:
 
 
 def shown(x: float, name: str) -> tuple[str, ...]:
-    """What a format makes of x, as text: bits, value, rounding error as a share of x, neighbours (see above)."""
+    """x in a format, as text: bits, value, rounding error relative to x, and the two `neighbours`."""
     kept = round_to(x, name)
     value = kept.double().item()
     error = "exact" if value == x else f"{abs(value / x - 1):.1e}"
@@ -73,7 +73,7 @@ def shown(x: float, name: str) -> tuple[str, ...]:
 
 
 def boxed(text: str) -> str:
-    """The fields of `bits` as HTML boxes: sign, exponent, fraction."""
+    """The fields in the text from `bits`, as HTML boxes: sign, exponent, fraction."""
     style = "padding:1px 3px;border:1px solid #888;color:#000;background:"
     fields = zip(text.split(), ("#ddd", "#f6d28b", "#bfe0f5"), strict=True)
     return " ".join(f'<code style="{style}{colour}">{field}</code>' for field, colour in fields)

@@ -1,4 +1,4 @@
-"""What fp16 training stores in 16 bits on the way back: the gradients of the products' outputs."""
+"""What fp16 training stores in 16 bits during backward: the gradients at the outputs of matrix products."""
 
 import re
 
@@ -8,10 +8,10 @@ _PRODUCT = re.compile(r"(Addmm|Mm|Baddbmm|Bmm|Linear|Convolution|ScaledDotProduc
 
 
 def product_gradients(loss: torch.Tensor) -> list[torch.Tensor]:
-    """Run backward, and return the gradients that arrive at the outputs of matrix products, convolutions, attention.
+    """Run backward, and return the gradients at the outputs of matrix products, convolutions and attention.
 
-    They are found in autograd's graph, whichever module or function called the product: `nn.MultiheadAttention`
-    never calls its projections as modules, so that hooks on them would see nothing.
+    The products are found in autograd's graph, whichever module or function ran them: `nn.MultiheadAttention`
+    never calls its projections as modules, so hooks on them would see nothing.
     """
     found: list[torch.Tensor] = []
     seen, todo = set(), [loss.grad_fn]

@@ -1,4 +1,4 @@
-"""Context parallelism: attention over a sequence that is cut over all ranks, by a ring with an online softmax."""
+"""Context parallelism: attention over a sequence cut across all ranks, with a ring and an online softmax."""
 
 import json
 import os
@@ -7,7 +7,7 @@ import sys
 import torch
 import torch.distributed as dist
 
-rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])  # asked before any rank connects
+rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])  # read before any rank connects
 B, HEADS, T, D = 2, 2, 48, 8
 if T % (2 * world_size):
     sys.exit(
@@ -19,7 +19,7 @@ sent, kept, largest = [], [], 0
 
 
 def pass_on(tensor):
-    """Hand a tensor to the right-hand neighbour, and take the one from the left."""
+    """Send a tensor to the right-hand neighbour, and return the one that arrives from the left."""
     if world_size == 1:
         return tensor
     arrived = torch.empty_like(tensor)
@@ -31,7 +31,7 @@ def pass_on(tensor):
 
 
 def scores_of(q, k, seen):
-    """The scores (B, H, T/N, T/N) of this rank's queries with the keys that are here, if they are `seen`."""
+    """The scores (B, H, T/N, T/N) of this rank's queries and the keys at hand; -inf where `seen` is False."""
     global largest
     scores = q @ k.transpose(-2, -1) / D**0.5
     largest = max(largest, scores.numel())
@@ -39,7 +39,7 @@ def scores_of(q, k, seen):
 
 
 class RingAttention(torch.autograd.Function):
-    """q, k, v (B, H, T/N, D): this rank's tokens; `seen` (N, T/N, T/N): which keys of each rank they may see."""
+    """q, k, v (B, H, T/N, D): this rank's tokens; `seen` (N, T/N, T/N) or (N, 1, 1): the keys they see, by rank."""
 
     @staticmethod
     def forward(ctx, q, k, v, seen):
@@ -67,19 +67,19 @@ class RingAttention(torch.autograd.Function):
             score_grad = weights * (gradient @ pair[1].transpose(-2, -1) - shift) / D**0.5
             q_grad += score_grad @ pair[0]
             gradients += torch.stack([score_grad.transpose(-2, -1) @ q, weights.transpose(-2, -1) @ gradient])
-            gradients = pass_on(gradients)  # one hop more than the keys: the last one brings them home
+            gradients = pass_on(gradients)  # one more hop than the keys: the last one brings them home
             if step < world_size - 1:
                 pair = pass_on(pair)
         return q_grad, *gradients, None
 
 
 def keep(tensor):
-    if tensor.is_floating_point():  # the mask could be made anew
+    if tensor.is_floating_point():  # the mask could be rebuilt, so it does not count
         kept.append(tensor.nbytes)
     return tensor
 
 
-torch.manual_seed(1)  # every rank draws the whole, and keeps its slice
+torch.manual_seed(1)  # every rank draws the whole tensor, and keeps its slice
 qkv, report = torch.randn(3, B, HEADS, T, D), {}
 pieces = torch.arange(T).chunk(2 * world_size)
 layouts = {

@@ -16,7 +16,7 @@ sent_bytes = 0
 def send(tensor, to):
     global sent_bytes
     sent_bytes += tensor.nbytes
-    return dist.isend(tensor, to)  # does not wait: all ranks may send first and receive afterwards
+    return dist.isend(tensor, to)  # does not wait, so all ranks can send first and receive afterwards
 
 
 def receive_like(tensor, source):
@@ -34,7 +34,7 @@ def broadcast(tensor):
 
 
 def ring_all_reduce(tensor):
-    """Sum `tensor` over all ranks, in place. Each chunk goes round the ring twice: to be summed, to be shared."""
+    """Sum `tensor` over all ranks, in place. Each chunk goes round the ring twice, to be summed and to be shared."""
     chunks = list(tensor.view(-1).tensor_split(world_size))
     for step in range(2 * (world_size - 1)):
         leaving = chunks[(rank - step) % world_size]
@@ -48,7 +48,7 @@ def ring_all_reduce(tensor):
         request.wait()
 
 
-torch.manual_seed(rank)  # on purpose a different model on every rank
+torch.manual_seed(rank)  # a different model on every rank, on purpose
 model = nn.Sequential(nn.Linear(11, 93), nn.GELU(), nn.Linear(93, 6))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for parameter in model.parameters():
@@ -60,7 +60,7 @@ shard = slice(rank * 24 // world_size, (rank + 1) * 24 // world_size)  # on 5 ra
 sent_bytes = 0
 for _ in range(5):
     optimizer.zero_grad()
-    # the shard's sum over the whole batch's size: right for shards of any size, even of none
+    # the shard's sum divided by the whole batch's size: right for any shard, even an empty one
     loss = F.mse_loss(model(inputs[shard]), targets[shard], reduction="sum") / targets.numel()
     loss.backward()
     gradient = torch.cat([p.grad.view(-1) for p in model.parameters()])

@@ -1,4 +1,4 @@
-"""DistributedDataParallel on eight layers: which bucket leaves when, on a network that is slowed down by sleeping."""
+"""DistributedDataParallel on eight layers: which bucket leaves when, on a network slowed down with `time.sleep`."""
 
 import json
 import sys
@@ -19,7 +19,7 @@ layers_done = 0
 
 
 class Slow(torch.autograd.Function):
-    """Changes nothing, and takes a nap in backward: sleeping needs no core, so ranks do not compete for cores."""
+    """Changes nothing, but sleeps in backward. Sleeping needs no core, so the ranks do not compete for cores."""
 
     @staticmethod
     def forward(ctx, x):
@@ -45,7 +45,7 @@ mine = slice(rank * 512 // world_size, (rank + 1) * 512 // world_size)
 
 
 def train(limit):
-    """Two steps with one bucket limit, in MiB; what happened in the second one."""
+    """Two steps with one bucket limit, in MiB: the events of the second, and the seconds that its backward took."""
     global layers_done
     ddp, events = DistributedDataParallel(model, bucket_cap_mb=limit), []
 
@@ -65,7 +65,7 @@ def train(limit):
         return done
 
     ddp.register_comm_hook(None, all_reduce)
-    for _ in range(2):  # DDP puts its buckets in order after the first step
+    for _ in range(2):  # DDP rebuilds its buckets after the first step
         model.zero_grad()
         loss = nn.functional.mse_loss(ddp(inputs[mine]), targets[mine], reduction="sum") / targets.numel()
         events.clear()

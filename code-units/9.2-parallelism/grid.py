@@ -16,9 +16,9 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 
-world_size = int(os.environ["WORLD_SIZE"])  # asked before any rank connects
+world_size = int(os.environ["WORLD_SIZE"])  # read before any rank connects
 if world_size != 4:
-    sys.exit(f"This script lays its ranks on a grid of 2 x 2: start it on 4 processes, not on {world_size}.")
+    sys.exit(f"This script arranges its ranks in a 2 x 2 grid: start it on 4 processes, not on {world_size}.")
 dist.init_process_group("gloo")
 
 
@@ -28,13 +28,13 @@ def build():
 
 
 def one_process():
-    """The gradients of the whole batch, on one process: what every grid must find."""
+    """The gradients of the whole batch on one process, which every grid must reproduce."""
     model = build()
     return torch.autograd.grad(F.mse_loss(model(inputs), targets), list(model.parameters()))
 
 
 def train(model, group, groups):
-    """One step on this group's rows of the batch; what was sent, how far the gradient is off, what is kept."""
+    """One step on this group's rows: calls per collective, the gradients' largest error, and what this rank keeps."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     with CommDebugMode() as counter:
         F.mse_loss(model(inputs.chunk(groups)[group]), targets.chunk(groups)[group]).backward()
@@ -59,11 +59,11 @@ inputs, targets = torch.randn(2, 24, 16)
 mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
 model = parallelize_module(build(), mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
 fully_shard(model, mesh=mesh["data"])
-report = {"FSDP x tensor": train(model, mesh["data"].get_local_rank(), 2)}  # a tensor group shares its rows
+report = {"FSDP x tensor": train(model, mesh["data"].get_local_rank(), 2)}  # a tensor group gets the same rows
 
 mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
 model = build()
-fully_shard(model, mesh=mesh)  # two dimensions: copies of the model on the first, shards on the second
+fully_shard(model, mesh=mesh)  # two dimensions: copies of the model along the first, shards along the second
 report["HSDP"] = train(model, dist.get_rank(), 4)  # every rank has its own rows
 # ---
 print(json.dumps(report))

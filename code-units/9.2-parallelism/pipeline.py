@@ -1,4 +1,4 @@
-"""A model cut into stages: four of torch's schedules train it as one process does; then stages that sleep.
+"""A model cut into stages: four of torch's schedules train it as one process does, three also with stages that sleep.
 
 The lesson shows the part between the dashed lines.
 """
@@ -22,14 +22,14 @@ SCHEDULES = {  # torch's class, stages per rank, whether it takes a list of stag
 }
 micro_batches, nap = int(sys.argv[1]), float(sys.argv[2])
 if ROWS % micro_batches:
-    sys.exit(f"This script cuts {ROWS} rows: give it micro-batches that divide {ROWS}, not {micro_batches}.")
+    sys.exit(f"There are {ROWS} rows: choose a number of micro-batches that divides {ROWS}, not {micro_batches}.")
 dist.init_process_group("gloo")
 rank, world_size = dist.get_rank(), dist.get_world_size()
 events, held, most_held = [], 0, 0
 
 
 class Watched(torch.autograd.Function):
-    """Changes nothing. Notes each forward and backward, counts the micro-batches between them, and may take naps."""
+    """Changes nothing. Records each forward and backward, counts the micro-batches between the two, and may sleep."""
 
     @staticmethod
     def forward(ctx, x, piece, seconds):
@@ -65,13 +65,13 @@ class Stage(nn.Module):
 
 # ---
 def run(name, seconds):
-    """One step of a schedule: losses, this rank's gradients, what it did and when, what it held at most."""
+    """A schedule's second step: losses, this rank's gradient, events and plan, most micro-batches held at once."""
     global most_held
     kind, per_rank, several = SCHEDULES[name]
     torch.manual_seed(0)  # every rank draws the whole model, in order, and keeps its own layers
     layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(2 * world_size)]
     inputs, targets = torch.randn(2, ROWS, WIDTH)
-    one = torch.empty(ROWS // micro_batches, WIDTH, requires_grad=True)  # a micro-batch between stages
+    one = torch.empty(ROWS // micro_batches, WIDTH, requires_grad=True)  # an example of a micro-batch between stages
     stages, size, count = [], 2 // per_rank, per_rank * world_size
     for number in range(rank, count, world_size):
         mine = Stage(layers[number * size : (number + 1) * size], number, seconds / per_rank)
@@ -87,7 +87,7 @@ def run(name, seconds):
         last = {"target": targets, "losses": losses} if rank == world_size - 1 else {}
         schedule.step(*[inputs] * (rank == 0), **last)
     gradient = torch.cat([p.grad.flatten() for stage in stages for p in stage.submod.parameters()]).tolist()
-    order = schedule.pipeline_order[rank] if several else []  # what torch means to do; None is a pause
+    order = schedule.pipeline_order[rank] if several else []  # what torch plans to do; None is an idle slot
     plan = [(a.computation_type.value, a.microbatch_index, a.stage_index) for a in order if a]
     losses = [loss.item() for loss in losses]
     return {"gradient": gradient, "losses": losses, "events": list(events), "most_held": most_held, "plan": plan}
@@ -95,7 +95,7 @@ def run(name, seconds):
 
 # ---
 report = {name: {"awake": run(name, 0.0)} for name in SCHEDULES}
-for name in ("GPipe", "1F1B", "interleaved"):  # whose backward is one piece, which `Watched` can slow down
+for name in ("GPipe", "1F1B", "interleaved"):  # their backward is in one piece, so `Watched` can slow it down
     report[name]["asleep"] = run(name, nap)
 print(json.dumps(report))
 dist.destroy_process_group()

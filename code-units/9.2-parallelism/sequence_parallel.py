@@ -1,4 +1,4 @@
-"""An MLP with LayerNorm and dropout, cut over all ranks: by tensor parallelism alone, then with its sequence cut."""
+"""An MLP with LayerNorm and dropout, cut across all ranks: by tensor parallelism, then also along the sequence."""
 
 import json
 import os
@@ -14,16 +14,16 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.nn import functional as F
 
-rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])  # asked before any rank connects
-T, B, C = 48, 2, 24  # the sequence comes first: that is the dimension which the collectives gather and scatter
+rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])  # read before any rank connects
+T, B, C = 48, 2, 24  # the sequence comes first, since collectives gather and scatter along the first dimension
 if T % world_size:
-    sys.exit(f"This script cuts {T} tokens: start it on a number of processes that divides {T}, not on {world_size}.")
+    sys.exit(f"This script has {T} tokens: start it on a number of processes that divides {T}, not on {world_size}.")
 dist.init_process_group("gloo")
 sent, kept = [], {}
 
 
 def all_gather(piece):
-    """(T/N, B, C) on every rank to (T, B, C) on every rank."""
+    """Gather each rank's (T/N, B, C) into (T, B, C) on every rank."""
     whole = piece.new_empty(T, *piece.shape[1:])
     dist.all_gather_into_tensor(whole, piece.contiguous())
     sent.append(whole.nbytes)  # of which a rank sends (N-1)/N
@@ -31,7 +31,7 @@ def all_gather(piece):
 
 
 def reduce_scatter(parts):
-    """(T, B, C) on every rank, to be summed, to each rank's (T/N, B, C) of the sum."""
+    """Sum (T, B, C) over the ranks, and return this rank's (T/N, B, C) of the sum."""
     piece = parts.new_empty(T // world_size, *parts.shape[1:])
     dist.reduce_scatter_tensor(piece, parts.contiguous())
     sent.append(parts.nbytes)
@@ -59,7 +59,7 @@ class Communicate(torch.autograd.Function):
 
 
 class GatherLinear(torch.autograd.Function):
-    """Gather, then the first layer. Keeps only this rank's slice of the input, and gathers again in backward."""
+    """Gather, then apply the first layer. Keep only this rank's slice of the input, and gather again in backward."""
 
     @staticmethod
     def forward(ctx, piece, weight):
@@ -89,8 +89,8 @@ def gathers_again(normed, up, down):
 
 
 def keep(tensor):
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor  # a DTensor's numbers on this rank
-    local = local.wait() if isinstance(local, AsyncCollectiveTensor) else local  # not there yet
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor  # a DTensor's part on this rank
+    local = local.wait() if isinstance(local, AsyncCollectiveTensor) else local  # it may not have arrived yet
     if local.untyped_storage().data_ptr() not in own:
         kept[local.untyped_storage().data_ptr()] = local
     return tensor
@@ -102,7 +102,7 @@ def count(of):
     return {"bytes": total, "halves": number}  # an all-reduce counts as two
 
 
-torch.manual_seed(0)  # every rank draws the whole, and keeps its share
+torch.manual_seed(0)  # every rank draws the whole tensors, and keeps its share
 x, mask = torch.randn(T, B, C), torch.rand(T, B, C) > 0.1
 gain, bias, up, down = torch.randn(C), torch.randn(C), torch.randn(4 * C, C) / 5, torch.randn(C, 4 * C) / 10
 mine, report = slice(rank * T // world_size, (rank + 1) * T // world_size), {}
@@ -120,7 +120,7 @@ for mlp in (tensor_alone, keeps_the_whole, gathers_again):
     backward = count(sent)
     if mlp is not tensor_alone:
         for weight in weights[:2]:
-            dist.all_reduce(weight.grad)  # each rank saw some of the tokens
+            dist.all_reduce(weight.grad)  # each rank saw only some of the tokens
     gradients = [w.grad.tolist() for w in weights]
     shares = {"y": y.tolist(), "x_grad": piece.grad.tolist(), "gradients": gradients}
     report[mlp.__name__] = {**shares, "forward": forward, "backward": backward, "kept": held}

@@ -1,4 +1,4 @@
-"""A transformer block's two halves and its loss, cut over all ranks: by hand with two functions, and with DTensor."""
+"""A transformer block's two halves and the loss, cut across all ranks: by hand, and in part with DTensor."""
 
 import json
 import os
@@ -13,10 +13,10 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
 from torch.nn import functional as F
 
-rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])  # asked before any rank connects
+rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])  # read before any rank connects
 B, T, C, HEADS, VOCABULARY = 2, 10, 24, 4, 40
 if HEADS % world_size:
-    sys.exit(f"This script cuts {HEADS} attention heads: start it on 1, 2 or 4 processes, not on {world_size}.")
+    sys.exit(f"This script splits {HEADS} attention heads: start it on 1, 2 or 4 processes, not on {world_size}.")
 
 
 dist.init_process_group("gloo")
@@ -57,12 +57,12 @@ def all_reduce(tensor, operation=dist.ReduceOp.SUM):
 
 
 def mlp(x, up, down):
-    """up (4C/N, C): some of the hidden features; down (C, 4C/N): the weights that take them back."""
+    """up (4C/N, C): the weights for this rank's hidden features; down (C, 4C/N): the weights back to x's features."""
     return Leave.apply(F.linear(F.gelu(F.linear(Enter.apply(x), up)), down))
 
 
 def attention(x, qkv, out):
-    """qkv (3, C/N, C): the projections of this rank's heads; out (C, C/N): the weights that take them back."""
+    """qkv (3, C/N, C): the projections to this rank's heads; out (C, C/N): the projection back to x's features."""
     entered = Enter.apply(x)
     q, k, v = (F.linear(entered, w).unflatten(-1, (HEADS // world_size, -1)).transpose(1, 2) for w in qkv)
     heads = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # (B, heads of this rank, T, C / HEADS)
@@ -70,18 +70,18 @@ def attention(x, qkv, out):
 
 
 def vocabulary_loss(x, table):
-    """The cross-entropy of `targets`; table (V/N, C): the output layer's rows for some of the words."""
-    logits = F.linear(Enter.apply(x), table)  # (B, T, V/N), never put together
+    """The mean cross-entropy of `targets`; table (V/N, C): the output layer's rows for this rank's words."""
+    logits = F.linear(Enter.apply(x), table)  # (B, T, V/N), never gathered
     highest = all_reduce(logits.detach().amax(-1), dist.ReduceOp.MAX)
     total = Leave.apply((logits - highest.unsqueeze(-1)).exp().sum(-1))
-    place = targets - rank * len(table)  # of the target, in this rank's rows
+    place = targets - rank * len(table)  # each target's row in this rank's table, if it is there
     here = (place >= 0) & (place < len(table))
     score = logits.gather(-1, place.clamp(0, len(table) - 1).unsqueeze(-1)).squeeze(-1)
     return (highest + total.log() - Leave.apply(score.where(here, 0.0))).mean()
 
 
 def run(block, x, *weights):
-    """Forward and backward with this rank's shares; what came out, and the bytes of each all-reduce."""
+    """Forward and backward with this rank's shares: the output, the gradients, and the bytes of each all-reduce."""
     x, weights = x.clone().requires_grad_(), [w.clone().requires_grad_() for w in weights]
     calls.clear()
     y = block(x, *weights)

@@ -17,11 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 MICRO_BATCHES, ROWS, WIDTH = 3, 8, 32
 dist.init_process_group("gloo")
 rank, world_size = dist.get_rank(), dist.get_world_size()
-mesh = init_device_mesh("cpu", (world_size,))  # else fully_shard takes a GPU that it sees
+mesh = init_device_mesh("cpu", (world_size,))  # otherwise fully_shard uses any GPU that it sees
 
 
 class Wire(TorchDispatchMode):
-    """Counts the collectives that torch calls: how many of each kind, and the bytes of what each puts together."""
+    """Records the collectives that torch calls: by kind, the bytes of the whole tensor in each call."""
 
     def __init__(self):
         super().__init__()
@@ -41,7 +41,7 @@ def build():
 
 
 def one_process():
-    """The gradient of the whole batch, without any wrapper: what every stage must find."""
+    """The gradient (4, WIDTH, WIDTH) of the whole batch, without any wrapper: every stage must reproduce it."""
     model = build()
     loss = F.mse_loss(model(inputs.flatten(0, 2)), targets.flatten(0, 2))
     return torch.stack(torch.autograd.grad(loss, list(model.parameters())))
@@ -49,7 +49,7 @@ def one_process():
 
 # ---
 def wrap(model, stage):
-    """Stage 0 is DDP; stage 3 computes in bf16 and sums gradients in fp32."""
+    """The wrapped model. Stage 0 is DDP; stage 3 computes in bf16 and sums gradients in fp32."""
     if stage == 0:
         return DistributedDataParallel(model)
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if stage == 3 else MixedPrecisionPolicy()
@@ -59,19 +59,19 @@ def wrap(model, stage):
 
 
 def train(stage):
-    """One step of several micro-batches: how far the gradient is off, bytes by collective, what AdamW keeps."""
+    """One step of micro-batches: relative gradient error, calls and bytes per collective, entries per moment."""
     model = wrap(build(), stage)
     optimizer = torch.optim.AdamW(model.parameters())
     with Wire() as wire:
         for i in range(MICRO_BATCHES):
             last = i == MICRO_BATCHES - 1
             if stage in (1, 2):
-                model.set_reshard_after_backward(last)  # the whole weights stay until the step
+                model.set_reshard_after_backward(last)  # the gathered weights stay until the last backward
             if stage == 1:
-                model.set_requires_gradient_sync(last)  # and so do the whole gradients
+                model.set_requires_gradient_sync(last)  # and so do the unsharded gradients
             if stage == 0:
                 model.require_backward_grad_sync = last  # what DDP's no_sync() sets
-            loss = F.mse_loss(model(inputs[i, rank]), targets[i, rank])  # as many rows on every rank
+            loss = F.mse_loss(model(inputs[i, rank]), targets[i, rank])  # the same number of rows on every rank
             (loss / MICRO_BATCHES).backward()
     gradients = torch.stack([p.grad.full_tensor() if stage else p.grad for p in model.parameters()])
     off = (gradients - one_process()).norm() / one_process().norm()

@@ -1,4 +1,4 @@
-"""Accidents on purpose, on two ranks: rank 1 dies, lags and then stays away, or calls something else."""
+"""Deliberate accidents on two ranks: rank 1 dies, lags and then stays away, or calls a different collective."""
 
 import json
 import os
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from finetune_common import connect
 
-PATIENCE = 2.0  # seconds, for two groups at the end of `lags`; a third waits 60, all else 30 (see `connect` below)
+PATIENCE = 2.0  # seconds, for two groups at the end of `lags`; a third waits 60, all others 30 (see `connect` below)
 
 
 def all_reduce(group: dist.ProcessGroup | None = None) -> None:
@@ -22,17 +22,17 @@ def all_reduce(group: dist.ProcessGroup | None = None) -> None:
 
 def dies(rank: int) -> None:
     told_to_stop = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: told_to_stop.set())  # the survivor says what it saw before it goes
+    signal.signal(signal.SIGTERM, lambda *_: told_to_stop.set())  # lets the survivor report before it ends
     for step in range(1, 9):
         if rank == 1 and step == 3:
-            os._exit(7)  # no message, no traceback: as if it had been killed for its memory
+            os._exit(7)  # no message, no traceback: as if killed for using too much memory
         start = time.perf_counter()
         try:
             all_reduce()
         except RuntimeError as error:
             waited = time.perf_counter() - start
             print(json.dumps({"step": step, "seconds": waited, "says": str(error).splitlines()[0]}))
-            told_to_stop.wait(60)  # until the launcher ends what is left
+            told_to_stop.wait(60)  # until the launcher stops the remaining processes
             raise
 
 
@@ -44,12 +44,12 @@ def lags(rank: int) -> None:
         all_reduce()
         waited += time.perf_counter() - start
     report = {"waited": waited}
-    barrier = partial(dist.monitored_barrier, timeout=timedelta(seconds=PATIENCE))  # on rank 0, this one counts
+    barrier = partial(dist.monitored_barrier, timeout=timedelta(seconds=PATIENCE))  # on rank 0, this timeout counts
     tries = {"all_reduce": (all_reduce, PATIENCE), "monitored_barrier": (barrier, PATIENCE)}
     for name, (collective, seconds) in {**tries, "patient": (all_reduce, 60.0)}.items():
-        dist.barrier()  # rank 1 may still be writing, and new_group waits for it no longer than the group would
+        dist.barrier()  # rank 1 may still be writing, and new_group waits for it no longer than the group's timeout
         group = dist.new_group(timeout=timedelta(seconds=seconds))
-        time.sleep(2 * PATIENCE * rank)  # rank 1 is alive and well, and writes a checkpoint
+        time.sleep(2 * PATIENCE * rank)  # rank 1 is alive and well, but writing a checkpoint
         start, says = time.perf_counter(), ""
         try:
             collective(group)

@@ -1,4 +1,4 @@
-"""What DDP does in a step that is not plain: four experiments with small models, on any number of processes."""
+"""What DDP does in a step out of the ordinary: four experiments with small models, on any number of processes."""
 
 import contextlib
 import json
@@ -22,12 +22,12 @@ def small_model() -> nn.Module:
 
 
 def inputs_of(rank: int) -> torch.Tensor:
-    """What a rank reads in one step: (micro-batches, batch, features)."""
+    """A rank's inputs for one step, of shape (micro-batches, batch, features)."""
     return torch.randn(MICRO_BATCHES, 8, 16, generator=torch.Generator().manual_seed(rank))
 
 
 def accumulate(rank: int, silent: bool, compress: bool = False) -> dict:
-    """One step of several micro-batches: its gradient, and the messages that it took."""
+    """One step of several micro-batches: its gradient, and the messages that it needed."""
     model = DistributedDataParallel(small_model())
     if compress:
         model.register_comm_hook(None, fp16_compress_hook)
@@ -40,7 +40,7 @@ def accumulate(rank: int, silent: bool, compress: bool = False) -> dict:
 
 
 class TwoHeads(nn.Module):
-    """A body and two heads, of which each forward uses one."""
+    """A body and two heads; each forward uses one of the heads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class TwoHeads(nn.Module):
 
 
 def one_head_idle(**options) -> str:
-    """Two steps that use the first head alone: what DDP says about it."""
+    """Two forward and backward passes with only the first head: DDP's error message, or 'two steps done'."""
     model = DistributedDataParallel(TwoHeads(), **options)
     try:
         for _ in range(2):
@@ -62,7 +62,7 @@ def one_head_idle(**options) -> str:
 
 
 def uneven(rank: int, join: bool) -> dict:
-    """Rank 0 has five batches, the others have three: who stops when, and with which weights."""
+    """Rank 0 has five batches, the others three: the steps of this rank, its error if any, and its weights."""
     torch.manual_seed(0)
     own_group = dist.new_group(timeout=timedelta(seconds=2))
     model = DistributedDataParallel(nn.Linear(4, 1, bias=False), process_group=own_group)
@@ -76,7 +76,7 @@ def uneven(rank: int, join: bool) -> dict:
                 steps += 1
     except RuntimeError as error:
         says = str(error)
-    time.sleep(0 if join or rank == 0 else 3)  # stay in reach, so that rank 0 waits in vain and not for a dead rank
+    time.sleep(0 if join or rank == 0 else 3)  # stay alive, so that rank 0 waits in vain, but not for a dead rank
     return {"steps": steps, "says": says, "weights": model.module.weight.tolist()}
 
 

@@ -38,7 +38,7 @@ def main(argv: list[str]) -> dict:
             seen += len(batch["labels"])
 
     model.eval()
-    right = torch.zeros(2, device=device)  # reviews that were read rightly, reviews that were read
+    right = torch.zeros(2, device=device)  # reviews classified correctly, reviews classified
     with torch.no_grad():
         for batch in DataLoader(test_rows, 100, collate_fn=collate):
             batch = {name: value.to(device) for name, value in batch.items()}

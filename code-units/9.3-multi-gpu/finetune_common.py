@@ -1,4 +1,4 @@
-"""What the scripts of this unit share: their options, the reviews, and the way into the group of processes."""
+"""What the scripts of this unit share: their options, the reviews, and how to join and leave the process group."""
 
 import argparse
 import contextlib
@@ -19,23 +19,23 @@ Row = tuple[str, torch.Tensor]
 
 
 def parse(argv: list[str], description: str) -> argparse.Namespace:
-    """The options of a script. Any number of processes will do that the batch is a multiple of."""
+    """The options of a script. The batch must be a multiple of the number of processes."""
     full = machine.scale() == "full"
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--batch", type=int, default=32 if full else 16, help="reviews per step, over all processes")
     parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--rows", type=int, default=10**6 if full else 160, help="train on the first so many reviews")
+    parser.add_argument("--rows", type=int, default=10**6 if full else 160, help="train on the first ROWS reviews")
     parser.add_argument("--lr", type=float, default=3e-5 if full else 5e-4)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--dropout", action="store_true", help="off by default, so that runs can be compared")
-    parser.add_argument("--random-init", action="store_true", help="random weights, which need no download")
+    parser.add_argument("--dropout", action="store_true", help="use dropout; off by default, so runs can be compared")
+    parser.add_argument("--random-init", action="store_true", help="start from random weights, without a download")
     parser.add_argument("--save", default="", help="a folder for the trained weights")
     args = parser.parse_args(argv)
     if min(args.batch, args.epochs, args.rows) < 1:
         parser.error("batch, epochs and rows must be 1 or more")
     processes = int(os.environ.get("WORLD_SIZE", 1))
     if args.batch % processes:
-        parser.error(f"a batch of {args.batch} has no {processes} equal shares; take a multiple of {processes}")
+        parser.error(f"a batch of {args.batch} is not divisible by {processes}; take a multiple of {processes}")
     if args.rows < args.batch:
         parser.error(f"{args.rows} reviews do not fill a batch of {args.batch}; take a smaller batch")
     if args.save:
@@ -44,11 +44,11 @@ def parse(argv: list[str], description: str) -> argparse.Namespace:
 
 
 def reviews(args: argparse.Namespace) -> tuple[list[Row], list[Row], Callable]:
-    """Reviews to train on, a few hundred held out, and the function that makes a batch of a list of them.
+    """Reviews to train on, a few hundred held out, and the function that makes a batch from a list of reviews.
 
-    What does not fill a last batch is left out, so that every step of every number of processes has a whole one.
+    An incomplete last batch is left out, so that every step has a whole one on any number of processes.
     """
-    from speedlab.data import models  # brings transformers, which scripts that only join the group do not need
+    from speedlab.data import models  # imports transformers, which scripts that only join the group do not need
 
     found, tokenizer = data.reviews(), models.tokenizer()
 
@@ -64,14 +64,14 @@ def reviews(args: argparse.Namespace) -> tuple[list[Row], list[Row], Callable]:
 
 @contextlib.contextmanager
 def where_ranks_compute(ranks: int) -> Iterator[None]:
-    """Inside, this process trains on what so many ranks train on here: on a GPU only if there is one for each."""
+    """Inside, this process trains where `ranks` ranks would train here: on a GPU only if there is one for each."""
     where = machine.device() if torch.cuda.device_count() >= ranks else torch.device("cpu")
     with patch.object(machine, "device", return_value=where):
         yield
 
 
 def connect(timeout: float = 300.0) -> tuple[int, int, torch.device]:
-    """Join the group of processes: this one's rank, how many there are, and the device that is its own."""
+    """Join the process group. Returns this process's rank, the number of processes, and this process's device."""
     cuda = torch.cuda.is_available()
     backend = "nccl" if cuda else "gloo"
     if not getattr(dist, f"is_{backend}_available", lambda: False)():
@@ -85,11 +85,11 @@ def connect(timeout: float = 300.0) -> tuple[int, int, torch.device]:
 
 
 def leave() -> NoReturn:
-    """Leave the group and end this process, at once: nothing after this call runs.
+    """Leave the group and end this process at once: nothing after this call runs.
 
-    DDP keeps the group's threads alive, and one that lets go of a tensor while Python shuts down aborts the process
-    (torch 2.15, pytorch issue 190489). So Python's own shutting down is left out, as `multiprocessing` does for the
-    processes that it starts: `torchrun --run-path` starts them so, and waits for their return.
+    DDP keeps the group's threads alive, and one that frees a tensor while Python shuts down aborts the process
+    (torch 2.15, pytorch issue 190489). So Python's own shutdown is skipped, as `multiprocessing` does for the
+    processes that it starts. `torchrun --run-path` starts ranks that way, and waits for them to return.
     """
     dist.destroy_process_group()
     sys.stdout.flush()

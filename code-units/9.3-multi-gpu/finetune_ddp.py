@@ -23,7 +23,7 @@ def main(argv: list[str]) -> dict:
     machine.seed_everything(args.seed)
     model = models.distilbert(pretrained=not args.random_init).to(device)
     model = DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None)
-    machine.seed_everything(args.seed + rank)  # from here on, every rank its own dropout
+    machine.seed_everything(args.seed + rank)  # from here on, every rank draws its own dropout
     sampler = DistributedSampler(train_rows, seed=args.seed)
     train_loader = DataLoader(train_rows, args.batch // world_size, sampler=sampler, collate_fn=collate)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
@@ -42,7 +42,7 @@ def main(argv: list[str]) -> dict:
             seen += len(batch["labels"])
 
     model.eval()
-    right = torch.zeros(2, device=device)  # reviews that were read rightly, reviews that were read
+    right = torch.zeros(2, device=device)  # reviews classified correctly, reviews classified
     with torch.no_grad():
         for batch in DataLoader(test_rows[rank::world_size], 100, collate_fn=collate):
             batch = {name: value.to(device) for name, value in batch.items()}

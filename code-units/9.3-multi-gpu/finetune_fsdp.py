@@ -1,4 +1,4 @@
-"""Fine-tune DistilBERT with its state sharded over all processes, in fp32 and in bf16; export the whole model."""
+"""Fine-tune DistilBERT with its state sharded across all processes, in fp32 and in bf16; export the whole model."""
 
 import json
 import sys
@@ -26,7 +26,7 @@ BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float
 
 
 def shard(model: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy = FP32) -> nn.Module:
-    """Each layer is a group of its own, whole only while it computes; embeddings and head are the outermost group."""
+    """Shard each layer as its own group, whole only while computing; embeddings and head are the outermost group."""
     for layer in model.distilbert.transformer.layer:
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     return fully_shard(model, mesh=mesh, mp_policy=policy)
@@ -37,7 +37,7 @@ def build(args, mesh: DeviceMesh, policy: MixedPrecisionPolicy, device: torch.de
     with torch.device("meta"):
         model = models.distilbert(pretrained=False)  # shapes and dtypes, no memory
     shard(model, mesh, policy)
-    model.to_empty(device=device)  # memory for this rank's shards, with whatever was in it
+    model.to_empty(device=device)  # memory for this rank's shards, not yet initialized
     machine.seed_everything(args.seed)
     whole = models.distilbert(pretrained=not args.random_init).state_dict() if dist.get_rank() == 0 else {}
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
@@ -70,7 +70,7 @@ def train(args, model: nn.Module, device: torch.device, max_steps: int) -> dict:
         sampler.set_epoch(epoch)
         for batch, _ in zip(train_loader, range(max_steps - len(losses)), strict=False):
             losses.append(step(batch))
-            if len(losses) == 1:  # AdamW would hide a factor in the gradient, so its length is told as well
+            if len(losses) == 1:  # AdamW would hide a factor in the gradient, so its norm is reported as well
                 norm = get_total_norm([p.grad for p in model.parameters()])
     losses = torch.stack(losses)
     dist.all_reduce(losses)
@@ -88,7 +88,7 @@ def train(args, model: nn.Module, device: torch.device, max_steps: int) -> dict:
     report["state"] = {"parameters": state.parameters, "gradients": state.gradients, "optimizer": state.optimizer}
     report["dtypes"] = sorted({count.dtype_name(p.dtype) for p in model.parameters()})
     if not isinstance(model, DistributedDataParallel):
-        # the least of some steps: gloo's thread now and then lets go of a delivered message a little late
+        # the lowest of five steps: now and then, gloo's thread frees a delivered message a little late
         peaks = [peak_bytes(model, optimizer, lambda: step(probe)) for _ in range(5)]
         report["peak"] = min(peaks, key=lambda kinds: sum(kinds.values()))
     return report

@@ -1,4 +1,4 @@
-"""A writer of checkpoints that begins only when something has happened, so that what comes first needs no clock."""
+"""A checkpoint writer that first waits for something to happen, so that the order does not depend on timing."""
 
 import time
 from collections.abc import Callable
@@ -7,7 +7,7 @@ import torch.distributed.checkpoint as dcp
 
 
 class HeldWriter(dcp.FileSystemWriter):
-    """Writes to a folder as DCP does, once `until()` is true; a save that waits for its write goes on in a minute."""
+    """Writes to a folder as DCP does, once `until()` is true or a minute has passed, so that no save hangs."""
 
     def __init__(self, folder: str, until: Callable[[], object]):
         super().__init__(folder)

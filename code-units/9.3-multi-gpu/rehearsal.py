@@ -1,4 +1,4 @@
-"""One rank of many, rehearsed: the others do not exist, so collectives move nothing; most tensors have no memory."""
+"""One rank of many, rehearsed: the others do not exist, so collectives move nothing; most tensors take no memory."""
 
 import contextlib
 import math
@@ -21,7 +21,7 @@ PROBE = {"input_ids": torch.ones(8, 32, dtype=torch.long), "labels": torch.zeros
 
 @contextlib.contextmanager
 def rehearse(*ranks: int) -> Iterator[DeviceMesh]:
-    """Be rank 0 of a mesh of so many ranks, of which the others do not exist: collectives return at once."""
+    """Act as rank 0 of a mesh of shape `ranks`, whose other ranks do not exist: collectives return at once."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", rank=0, world_size=math.prod(ranks), store=FakeStore())
@@ -32,7 +32,7 @@ def rehearse(*ranks: int) -> Iterator[DeviceMesh]:
 
 
 def stepper(model: nn.Module) -> tuple[torch.optim.Optimizer, Callable[[], None]]:
-    """AdamW for the model, and a function that makes one step with it."""
+    """AdamW for the model, and a function that takes one training step with it."""
     optimizer = torch.optim.AdamW(model.parameters())
 
     def step() -> None:
@@ -44,7 +44,7 @@ def stepper(model: nn.Module) -> tuple[torch.optim.Optimizer, Callable[[], None]
 
 
 def one_step(*ranks: int, size: str | None = None, groups: str = "layers") -> tuple[list[Message], dict[str, int]]:
-    """The messages of one step of a sharded DistilBERT, and what a rank holds at the worst moment, by kind."""
+    """The messages of one step of a sharded DistilBERT, and the bytes a rank holds at its worst moment, by kind."""
     with rehearse(*ranks) as mesh, FakeTensorMode(allow_non_fake_inputs=True):
         model = models.distilbert(size, pretrained=False).eval()  # no dropout, as in the script
         if groups == "layers and embeddings":
@@ -58,7 +58,7 @@ def one_step(*ranks: int, size: str | None = None, groups: str = "layers") -> tu
 
 
 def alone(size: str | None = None) -> dict[str, int]:
-    """What one process with the whole model holds at its worst moment, by the same kinds."""
+    """The bytes that one process with the whole model holds at its worst moment, by kind."""
 
     def build():
         model = models.distilbert(size, pretrained=False).eval()
@@ -73,7 +73,7 @@ def alone(size: str | None = None) -> dict[str, int]:
 
 
 def on_meta(ranks: int) -> dict:
-    """Where the parameters are before and after memory is allocated, how much, and which buffers nobody fills."""
+    """The parameters' devices before memory is allocated, their bytes afterwards, and the buffers nobody fills."""
     with rehearse(ranks) as mesh:
         with torch.device("meta"):
             model = shard(models.distilbert(pretrained=False), mesh)
@@ -84,7 +84,7 @@ def on_meta(ranks: int) -> dict:
 
 
 def order(prefetch: bool) -> list[str]:
-    """Gathers and computations of a forward pass through four groups, in the order in which they are issued."""
+    """Gathers and computations of a forward pass through four groups, in the order they are issued."""
     with rehearse(8) as mesh:
         stack = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)])
         for i, layer in enumerate(stack):
@@ -100,7 +100,7 @@ def order(prefetch: bool) -> list[str]:
 
 
 def accumulated(sync: bool, keep: bool) -> list[Message]:
-    """The messages of one step of four micro-batches, on one of eight ranks."""
+    """The messages of a step with four micro-batches, on one of eight ranks."""
     with rehearse(8) as mesh, FakeTensorMode(allow_non_fake_inputs=True):
         model = shard(models.distilbert(pretrained=False), mesh)
         if keep:

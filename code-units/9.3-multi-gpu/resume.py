@@ -1,4 +1,4 @@
-"""A training that can be stopped at any moment and taken up again, on 1, 2, 3, 4, 6, 8, 12 or 24 processes."""
+"""A training run that can be stopped at any moment and resumed, on 1, 2, 3, 4, 6, 8, 12 or 24 processes."""
 
 import argparse
 import itertools
@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 
 def everything(model: nn.Module, optimizer, schedule, generator: torch.Generator, step: int) -> dict:
-    """All that changes in a training. Of sharded tensors this is the rank's part, of random states its own."""
+    """All that changes during training, with this rank's part of sharded tensors and its own random state."""
     weights, moments = get_state_dict(model, optimizer)
     own = {str(dist.get_rank()): generator.get_state()}
     return {
@@ -34,7 +34,7 @@ def everything(model: nn.Module, optimizer, schedule, generator: torch.Generator
 
 
 def newest_complete(folder: Path) -> Path | None:
-    """The newest checkpoint that was written to its end: DCP renames `.metadata` into place as its last act."""
+    """The newest checkpoint that was written completely, or None: DCP renames `.metadata` into place last."""
     found = sorted(folder.glob("step-*"), key=lambda path: (len(path.name), path.name), reverse=True)
     newest = next((path for path in found if (path / ".metadata").exists()), None)
     skipped = [path.name for path in itertools.takewhile(lambda path: path != newest, found)]
@@ -43,7 +43,7 @@ def newest_complete(folder: Path) -> Path | None:
 
 
 def restore(folder: Path, model: nn.Module, optimizer, schedule, generator: torch.Generator, device) -> int:
-    """Load the newest complete checkpoint into this rank's part of everything; return its step, or 0."""
+    """Load the newest complete checkpoint into this rank's part of everything; return its step, or 0 if none."""
     choice = [newest_complete(folder) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(choice, device=device)  # one rank decides for all; only the name travels
     if choice[0] is None:
@@ -60,7 +60,7 @@ def restore(folder: Path, model: nn.Module, optimizer, schedule, generator: torc
 
 
 class DiesWriting(dcp.FileSystemWriter):
-    """Leaves half of this rank's file, as a full disk or a killed process does."""
+    """Leaves half of this rank's file, as a full disk or a killed process might, and dies."""
 
     def write_data(self, plan, planner):
         super().write_data(plan, planner).wait()
@@ -73,30 +73,30 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--steps", type=int, default=14)
-    parser.add_argument("--every", type=int, default=4, help="save after so many steps")
+    parser.add_argument("--every", type=int, default=4, help="save every EVERY steps")
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--dies-saving", type=int, help="in the first attempt, rank 1 dies while saving this step")
-    parser.add_argument("--machine-dies", type=int, help="after this step, kill this rank and its launcher")
+    parser.add_argument("--machine-dies", type=int, help="in attempt 0, kill this rank and launcher after this step")
     args = parser.parse_args(argv)
     rank, world_size, device = connect(timeout=60)
     if BATCH % world_size:
-        parser.error(f"a batch of {BATCH} has no {world_size} equal shares; take 1, 2, 3, 4, 6, 8, 12 or 24")
+        parser.error(f"a batch of {BATCH} is not divisible by {world_size}; take 1, 2, 3, 4, 6, 8, 12 or 24 ranks")
     attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-    mesh = init_device_mesh(device.type, (world_size,))  # else a Mac's GPU is taken
+    mesh = init_device_mesh(device.type, (world_size,))  # otherwise a Mac's GPU would be used
     model, rows = fully_shard(build(args.dropout).to(device), mesh=mesh), rows_to_learn()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.95**step)
     sampler = DistributedSampler(rows, seed=0)
-    # an iterator draws a seed when it is made: from its own generator, or a restart would shift the dropout's
+    # each new iterator draws a seed, here from its own generator, or a restart would shift dropout's numbers
     loader = DataLoader(rows, BATCH // world_size, sampler=sampler, generator=torch.Generator())
     generator = torch.cuda.default_generators[device.index] if device.type == "cuda" else torch.default_generator
-    generator.manual_seed(rank)  # every rank its own dropout
+    generator.manual_seed(rank)  # every rank draws its own dropout
 
     step, stop = restore(args.folder, model, optimizer, schedule, generator, device), False
     while step < args.steps and not stop:
         epoch, done = divmod(step, len(loader))
         sampler.set_epoch(epoch)
-        for inputs, labels in itertools.islice(loader, done, None):  # passes over what this epoch has seen
+        for inputs, labels in itertools.islice(loader, done, None):  # skips the batches already seen
             loss = nn.functional.cross_entropy(model(inputs.to(device)), labels.to(device))
             optimizer.zero_grad()
             loss.backward()
@@ -105,7 +105,7 @@ def main(argv: list[str]) -> None:
             step += 1
             asked = float(rank == 0 and (args.folder / "stop").exists())
             total = torch.stack([loss.detach(), loss.new_tensor(asked)])
-            dist.all_reduce(total)  # the loss, and whether somebody asks us to stop: all ranks must agree
+            dist.all_reduce(total)  # the loss, and whether somebody asked us to stop: all ranks must agree
             stop = total[1].item() > 0
             if rank == 0:
                 loss = total[0].item() / world_size

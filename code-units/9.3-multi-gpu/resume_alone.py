@@ -1,4 +1,4 @@
-"""The training of `resume.py` on one process, without checkpoints: what all its runs are compared with."""
+"""The training run of `resume.py` on one process, without checkpoints: the reference for all runs of that script."""
 
 import torch
 from torch import nn

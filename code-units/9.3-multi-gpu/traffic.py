@@ -1,4 +1,4 @@
-"""Count what a rank says to the others, and what it holds at once."""
+"""Record the messages of a rank, and count the bytes that it holds at its worst moment."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
@@ -19,7 +19,7 @@ _KINDS = {
 
 
 class Message(NamedTuple):
-    """One collective as a rank sees it: its kind, the bytes of the whole tensor, their dtype, how many ranks join."""
+    """One collective as a rank sees it: its kind, the whole tensor's bytes and dtype, and how many ranks join."""
 
     kind: str
     bytes: int
@@ -28,9 +28,9 @@ class Message(NamedTuple):
 
 
 def sent(messages: Iterable[Message]) -> float:
-    """The bytes that a rank sends for these messages with ring algorithms, which unit 9.2 counted by hand.
+    """The bytes that a rank sends for these messages if they go round a ring, as counted in unit 9.2.
 
-    Of a tensor of S bytes on N ranks, an all-gather or a reduce-scatter sends S·(N-1)/N, an all-reduce twice that.
+    An all-gather or reduce-scatter of S bytes on N ranks sends S·(N-1)/N, an all-reduce twice that; the rest is 0.
     """
     rounds = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1}
     return sum(rounds.get(m.kind, 0) * m.bytes * (m.ranks - 1) / m.ranks for m in messages)
@@ -38,13 +38,13 @@ def sent(messages: Iterable[Message]) -> float:
 
 @contextlib.contextmanager
 def listen() -> Iterator[list[Message]]:
-    """Collect the messages that this rank takes part in, those of DDP and FSDP as well."""
+    """Collect the messages that this rank takes part in, including those of DDP and FSDP."""
     with _Listener() as listener:
         yield listener.messages
 
 
 class _Listener(TorchDispatchMode):
-    """Every collective of c10d is an operator, so it passes here, from whichever library it comes."""
+    """Every c10d collective is an operator, so it passes through here, whichever library calls it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class _Listener(TorchDispatchMode):
         if function.namespace == "c10d" and (kind := _KINDS.get(function._schema.name.removeprefix("c10d::"))):
             leaves = tree_leaves(args)
             group = next(leaf for leaf in leaves if isinstance(leaf, torch.ScriptObject))
-            # of a gather the output is the whole, of a scatter the input
+            # a gather's output is the whole tensor, as is a scatter's input
             whole = max((leaf for leaf in leaves if isinstance(leaf, torch.Tensor)), key=lambda t: t.nbytes)
             dtype = str(whole.dtype).removeprefix("torch.")
             self.messages.append(Message(kind, whole.nbytes, dtype, dist.ProcessGroup.unbox(group).size()))
@@ -72,12 +72,12 @@ def peak_bytes(model: nn.Module, optimizer: torch.optim.Optimizer, step: Callabl
     tracker.track_inputs(())
     with tracker:
         step()
-    # of this device: Adam's step counters are on the CPU
+    # only on this device: Adam's step counters are on the CPU
     found = tracker.get_tracker_snapshot("peak")[next(model.parameters()).device]
     sizes = {str(getattr(kind, "value", kind)).lower(): size for kind, size in found.items()}
     gathered = sizes["unsharded param"] + sizes["all gather"]
     gradients = sizes["sharded grad"] + sizes["unsharded grad"] + sizes["reduce scatter"]
     state = {"own parameters": sizes["sharded param"], "optimizer": sizes["optstate"], "gradients": gradients}
-    made = {"gathered parameters": gathered, "temporaries of backward": sizes["temp"]}  # with new gradients
+    made = {"gathered parameters": gathered, "temporaries of backward": sizes["temp"]}  # includes new gradients
     rest = sizes["total"] - sum(state.values()) - sum(made.values())
     return {**state, **made, "activations and the rest": rest}

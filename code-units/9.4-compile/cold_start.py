@@ -1,8 +1,8 @@
-"""Compile one training step in a process of its own, and print what that cost as one line of JSON.
+"""Compile and time one training step in a separate process, and print the results as one line of JSON.
 
 The step is a GELU written out by hand, forward and backward. Notebooks 1 and 4 and benchmarks/compile.py call `run`,
-which starts this file as a process. Run twice with the same cache folder, the second process finds the kernels of the
-first one. It can also save what it compiled to a file, or begin by loading such a file.
+which runs this file in a new process. If two processes use the same cache folder, the second finds the kernels that
+the first compiled. The script can also save its cache artifacts to a file, or load such a file before it compiles.
 """
 
 import argparse
@@ -25,21 +25,21 @@ def gelu(x: torch.Tensor) -> torch.Tensor:
 
 
 def elements() -> int:
-    """Numbers in the input: enough that a GPU's step is not all launches."""
+    """The number of elements in the input, large enough that launches do not dominate the step on a GPU."""
     return 2**26 if machine.device().type == "cuda" else 2**21
 
 
 def run(
     cache: str | Path, seconds: float = 2.0, timeout: float = 110.0, *, options: tuple = (), **environment: str
 ) -> dict[str, float]:
-    """Start a process with this cache folder and return what it measured: see `measure_here`.
+    """Run this file in a new process with this cache folder, and return what it measured (see `measure_here`).
 
-    `seconds` is the budget for timing usual steps; `options` are arguments of this file, such as ("--save", file);
-    `environment` is added to the process's own. RuntimeError in a sentence where the process fails or takes longer
-    than `timeout`.
+    `seconds` is the budget for timing later steps; `options` are arguments of this file, such as ("--save", file);
+    `environment` adds variables to the process's environment. Raises RuntimeError, with a one-line reason, if the
+    process fails or takes longer than `timeout` seconds.
     """
     if torch.cuda.is_available():
-        torch.cuda.empty_cache()  # what this process no longer uses, the new one may need
+        torch.cuda.empty_cache()  # the new process may need what this one no longer uses
     places = {"TORCHINDUCTOR_CACHE_DIR": str(cache), "TRITON_CACHE_DIR": str(Path(cache, "triton"))}
     given = {**os.environ, **places, "TORCHINDUCTOR_COMPILE_THREADS": "1", "TQDM_DISABLE": "1", **environment}
     asked = [sys.executable, str(Path(__file__).resolve()), str(seconds), *map(str, options)]
@@ -49,15 +49,15 @@ def run(
         raise RuntimeError(f"Compiling one small step had not ended after {timeout:g} s, and was stopped.") from error
     if answer.returncode:
         errors = re.findall(r"(?m)^[\w.]+(?:Error|Exception)\b.*$", answer.stderr) or [answer.stderr.strip()[-300:]]
-        raise RuntimeError(f"The process that was to compile failed: {errors[-1]}")
+        raise RuntimeError(f"The compiling process failed: {errors[-1]}")
     return json.loads(answer.stdout.splitlines()[-1])
 
 
 def measure_here(seconds: float) -> dict[str, float]:
     """Compile and time the step in this process.
 
-    `first_s` is what the first compiled step took beyond a usual one, `eager_s` and `compiled_s` are the medians of
-    usual ones; `cached` of the graphs were found in the cache, `made` kernels were compiled.
+    In seconds, `first_s` is how much longer the first compiled step took than a later one; `eager_s` and `compiled_s`
+    are the medians of later steps. `cached` counts the graphs found in the cache, `made` the kernels compiled here.
     """
     from torch._dynamo.utils import counters
 
@@ -70,7 +70,7 @@ def measure_here(seconds: float) -> dict[str, float]:
     begin = clock()
     compiled(x).backward(upstream)
     first = clock() - begin
-    # Triton's binaries that came with loaded artifacts are written, too, and were not made
+    # Triton binaries from loaded artifacts are also written to the cache, but were not compiled here
     made = 0 if counters["inductor"]["triton_bundler_read_and_emit_kernel"] else len(_kernels() - there)
     steps = {"eager": lambda: gelu(x).backward(upstream), "compiled": lambda: compiled(x).backward(upstream)}
     timings = measure.compare(steps, seconds=seconds).timings
@@ -80,7 +80,7 @@ def measure_here(seconds: float) -> dict[str, float]:
 
 
 def _kernels() -> set[Path]:
-    """The compiled kernels in the cache: libraries of C++ kernels, and Triton's binaries."""
+    """The paths of the compiled kernels in the cache: shared libraries of C++ kernels, and Triton binaries."""
     files = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).rglob("*")
     return {
         f for f in files if f.suffix == ".cubin" or (".main." in f.name and f.suffix in (".so", ".dylib", ".pyd"))
@@ -89,9 +89,9 @@ def _kernels() -> set[Path]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("seconds", type=float, help="budget for timing usual steps")
+    parser.add_argument("seconds", type=float, help="time budget for later steps, in seconds")
     parser.add_argument("--save", type=Path, help="write torch.compiler's cache artifacts to this file at the end")
-    parser.add_argument("--load", type=Path, help="read such a file before anything is compiled")
+    parser.add_argument("--load", type=Path, help="load cache artifacts from this file before compiling")
     options = parser.parse_args()
     if options.load:
         torch.compiler.load_cache_artifacts(options.load.read_bytes())

@@ -1,7 +1,7 @@
-"""What torch.compile decides, read without a compiler: Dynamo's graphs, Inductor's kernels, their bytes and text.
+"""What torch.compile decides, read without a compiler: Dynamo's graphs, and Inductor's kernels, bytes and source.
 
 Inductor works in two halves: Python that schedules and writes the kernels, and a C++ or Triton compiler that
-translates them. `plans` runs the first half and stops before the second: it counts the same on every machine.
+translates them. `plans` runs only the first half: its counts agree on all machines with the same kind of device.
 """
 
 import contextlib
@@ -17,16 +17,16 @@ import torch
 from speedlab import compat, machine
 from speedlab.display import QUOTED, Table, emit
 
-compat.compile_cache()  # the next line fails where that folder cannot be made
+compat.compile_cache()  # the next import fails if the cache folder cannot be created
 from torch._functorch import config as autograd_config  # noqa: E402
 from torch._inductor import config, cpp_builder, output_code  # noqa: E402
 from torch._inductor.exc import InvalidCxxCompiler  # noqa: E402
 from torch._inductor.graph import GraphLowering  # noqa: E402
 
-config.compile_threads = 1  # a pool of compiling processes would outlive the lesson
+config.compile_threads = 1  # a pool of compile workers would outlive the lesson
 _KERNEL = re.compile(r"(?m)^\s+(?:cpp_fused\w*\(|triton_\w+\.run\()")
-_CALLS = re.compile(r"def (?:partition_0|call)\(")  # where launches begin; what a GPU records has partitions
-_CAST = re.compile(r"static_cast<\w+>\((-?[\w.]+?)L?\)")  # of a name or a number
+_CALLS = re.compile(r"def (?:partition_0|call)\(")  # launches begin here; code for CUDA graphs has partitions
+_CAST = re.compile(r"static_cast<\w+>\((-?[\w.]+?)L?\)")  # a cast of a name or a number
 _REMARKS = {
     "#pragma omp parallel": "shared among the cores",
     "@triton": "many copies of this run at once",
@@ -44,9 +44,9 @@ _LIBRARY = re.compile(r"(?m)\b(?:extern_kernels\.\w+|torch\.ops\.\w+\.\w+\.\w+)\
 
 @dataclass(frozen=True)
 class Plan:
-    """One graph as Inductor schedules it: launches of its own kernels, calls into libraries, bytes, and the source.
+    """One graph as Inductor schedules it: counts of kernel launches and of library calls, bytes, and the source.
 
-    `bytes` are those that the kernels must read and write: a tensor that lives and dies inside one kernel costs none.
+    `bytes` is what the kernels must read and write; a tensor that lives and dies inside one kernel costs nothing.
     """
 
     kernels: int
@@ -55,7 +55,7 @@ class Plan:
     source: str
 
     def kernel_text(self) -> str:
-        """The first kernel that Inductor wrote: C++ from its head on, or Triton; empty where it wrote none."""
+        """The source of Inductor's first kernel, from `extern "C"` or `@triton.jit` on; empty if it wrote none."""
         found = re.search(r"'''\n(.*?)'''", self.source, re.DOTALL)
         text = found[1] if found else ""
         return text[max(0, text.find('extern "C"'), text.find("@triton.jit")) :].strip()
@@ -63,10 +63,10 @@ class Plan:
 
 @contextlib.contextmanager
 def _any_compiler() -> Iterator[None]:
-    """Where there is no C++ compiler, keep Inductor from asking which one it is: it writes plain scalar C++ then."""
+    """If there is no C++ compiler, keep Inductor from asking which one it is; it then writes plain scalar C++."""
     try:
         cpp_builder.get_cpp_compiler()
-    except InvalidCxxCompiler:
+    except (InvalidCxxCompiler, PermissionError):  # there is none, or it may not be run
         known = {"is_gcc": lambda: True, "is_msvc_cl": lambda: False}
         with config.patch({"cpp.vec_isa_ok": False}), mock.patch.multiple(cpp_builder, **known):
             yield
@@ -75,9 +75,9 @@ def _any_compiler() -> Iterator[None]:
 
 
 def plans(work: Callable[[], object]) -> list[Plan]:
-    """Run `work()`, which calls functions compiled with Inductor, and return the plan of each graph, in their order.
+    """Run `work()`, which calls functions compiled with Inductor, and return each graph's plan, in compile order.
 
-    The graphs themselves are computed operation by operation, so that `work` goes on, through a backward pass too.
+    The graphs themselves run operation by operation, so that `work` can continue, even through a backward pass.
     """
     found: list[Plan] = []
 
@@ -90,13 +90,13 @@ def plans(work: Callable[[], object]) -> list[Plan]:
 
     torch.compiler.reset()
     try:
-        # nothing may come from the caches, and nothing of this may go there
+        # read nothing from the caches, and write nothing of this to them
         with (
             _any_compiler(),
             config.patch(fx_graph_cache=False, compile_threads=1),
             autograd_config.patch(enable_autograd_cache=False),
             mock.patch.object(GraphLowering, "compile_to_module", read),
-            # on a GPU, some modes would record what was compiled, and nothing was
+            # on a GPU, some modes would record CUDA graphs of compiled code, and there is none here
             mock.patch.multiple(output_code, **{name: lambda *_: None for name in _RECORDING}),
         ):
             work()
@@ -106,14 +106,14 @@ def plans(work: Callable[[], object]) -> list[Plan]:
 
 
 def tools() -> Table:
-    """Where compiled kernels are kept here, and which compiler makes them."""
+    """A table of where compiled kernels are kept on this machine, and which compiler makes them."""
     compiler = compat.compiler() or compat.NO_COMPILER
     rows = (("folder for compiled kernels", compat.compile_cache()), ("compiler for kernels", compiler))
     return Table(("torch.compile", "found"), rows, stamp=True)
 
 
 def builds_packages() -> bool:
-    """Whether AOTInductor can build a package here: its host code is C++, and on a GPU needs the CUDA toolkit."""
+    """Whether AOTInductor can build a package here: its host code is C++, and a GPU needs the CUDA toolkit too."""
     if not compat.compiler() or not compat.compiler("cpu"):
         return False
     from torch.utils.cpp_extension import CUDA_HOME
@@ -146,9 +146,9 @@ class Recorder:
 
 
 def operations(graphs: list[torch.fx.GraphModule]) -> int:
-    """The operations that a compiler has to work through in these graphs.
+    """The number of operations that a compiler has to work through in these graphs.
 
-    A nested region that is called counts once; calls of regions, and taking their results apart, are not operations.
+    A nested region counts once, however often it is called. Calls of regions and unpacking results do not count.
     """
     return sum(_operations(graph) for graph in graphs)
 
@@ -162,9 +162,9 @@ def _operations(graph: torch.fx.GraphModule) -> int:
 
 
 def _computes(node: torch.fx.Node) -> bool:
-    """Whether a node computes: not one that notes that an API is used, nor one that takes a result of a call apart.
+    """Whether a node computes something, rather than logging the use of an API or unpacking the result of a call.
 
-    Taken from a tensor, an item is computed, as in x[:, 0].
+    Indexing a tensor, as in x[:, 0], does compute something.
     """
     taken = node.target is operator.getitem
     apart = taken and not isinstance(node.args[0].meta.get("example_value"), torch.Tensor)
@@ -172,7 +172,7 @@ def _computes(node: torch.fx.Node) -> bool:
 
 
 def show_kernel(plan: Plan) -> None:
-    """Show a plan's first kernel with remarks, casts left out. It is quoted: its text differs between machines."""
+    """Show a plan's first kernel with remarks and no casts. It is quoted because the text differs by machine."""
     lines = [line for line in _CAST.sub(r"\1", plan.kernel_text()).splitlines() if "integer_div_error" not in line]
     notes = [next((f"   <-- {note}" for key, note in _REMARKS.items() if key in line), "") for line in lines]
     shown = "\n".join(map("".join, zip(lines, notes, strict=True)))

@@ -1,6 +1,6 @@
-"""The two models that notebooks 3 and 4 compile, and what they learn from: a vision transformer and a DistilBERT.
+"""The two models that notebooks 3 and 4 compile, a vision transformer and a DistilBERT, and their training data.
 
-At the scale `full` they are ViT-B/16 and DistilBERT-base with random weights.
+At scale `full` they are ViT-B/16 and DistilBERT-base with random weights, otherwise small pretrained models.
 """
 
 import torch
@@ -16,7 +16,7 @@ TOKENS = 32
 
 
 def network(name: str) -> nn.Module:
-    """The 'ViT' or the 'DistilBERT', always with the same weights, without dropout, in training mode."""
+    """The model named 'ViT' or 'DistilBERT' in training mode, without dropout, with the same weights every time."""
     machine.seed_everything(0)
     model = (models.vit if name == "ViT" else models.distilbert)("base" if FULL else "small", pretrained=not FULL)
     for part in model.modules():
@@ -26,7 +26,7 @@ def network(name: str) -> nn.Module:
 
 
 def batch(name: str, number: int = 0, rows: int = BATCH) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """The model's input, and the labels (B,): images (B, 3, H, W) of digits, or tokens (B, T) of reviews."""
+    """The model's inputs by name, images (B, 3, H, W) of digits or tokens (B, T) of reviews, and the labels (B,)."""
     chosen, device = slice(number * BATCH, number * BATCH + rows), machine.device()
     if name == "ViT":
         images, labels = data.images("digits").train.tensors
@@ -38,7 +38,7 @@ def batch(name: str, number: int = 0, rows: int = BATCH) -> tuple[dict[str, torc
 
 
 def logits(model: nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-    """The model's answer (B, K), which transformers wraps."""
+    """The model's logits (B, K), taken out of the output object if the model comes from transformers."""
     answer = model(**inputs)
     return getattr(answer, "logits", answer)
 
@@ -49,10 +49,10 @@ def blocks_of(model: nn.Module) -> nn.Module:
 
 
 def one_layout(model: nn.Module) -> nn.Module:
-    """The same model; in training, one copy hands the first block of a ViT the memory layout of the others."""
+    """The same model. While a ViT trains, its first block's input is copied into the layout that the others get."""
 
     def in_token_order(dropout: nn.Module, given: tuple, x: torch.Tensor) -> torch.Tensor:
-        # (B, T, C), token after token in memory: so PyTorch's attention module returns it when it trains
+        # (B, T, C), token after token in memory, as PyTorch's attention module returns it in training
         return x.transpose(0, 1).contiguous().transpose(0, 1) if dropout.training else x
 
     if hasattr(model, "encoder"):

@@ -1,4 +1,4 @@
-"""Lightning's search for a batch size on the small ViT, without its log lines, and with a note of every batch."""
+"""Lightning's batch-size search on the small ViT, without its log lines and with a report of every batch."""
 
 import logging
 import tempfile
@@ -16,7 +16,7 @@ from speedlab.data import models
 
 
 class Sized(L.LightningModule):
-    """What `Tuner` asks for: a module with a `batch_size` that its loader obeys."""
+    """What `Tuner` needs: a module with a `batch_size` that its loader obeys."""
 
     def __init__(self, note: Callable[[str, int], None], samples: int = 4096):
         super().__init__()
@@ -38,10 +38,10 @@ class Sized(L.LightningModule):
 
 
 def tune(module: L.LightningModule, mode: str, **options) -> int:
-    """What `Tuner.scale_batch_size` returns. It writes a checkpoint meanwhile, so it gets a folder of its own."""
+    """What `Tuner.scale_batch_size` returns. It writes a checkpoint while it runs, so it gets a temporary folder."""
     for name in ("lightning", "lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.ERROR)  # "GPU available: False" and its like
-    warnings.filterwarnings("ignore", module="lightning")  # on workers for the loader
+        logging.getLogger(name).setLevel(logging.ERROR)  # "GPU available: False" and the like
+    warnings.filterwarnings("ignore", module="lightning")  # such as the advice to give the loader more workers
     where = "gpu" if machine.device().type == "cuda" else "cpu"
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     with tempfile.TemporaryDirectory() as folder:
@@ -50,5 +50,5 @@ def tune(module: L.LightningModule, mode: str, **options) -> int:
 
 
 def lightning_search(note: Callable[[str, int], None], mode: str, samples: int = 4096, **options) -> int:
-    """The size that Lightning returns; `note` hears ("begins", size) and ("ran", size) for every batch."""
+    """The size that Lightning returns. Each batch calls `note("begins", size)` and, if done, `note("ran", size)`."""
     return tune(Sized(note, samples), mode, **options)

@@ -1,4 +1,4 @@
-"""What notebook 2 draws of a search, the fingerprint that sees its traces, and what a search should find."""
+"""For notebook 2: a figure of a search, a fingerprint that detects its traces, and the size that it should find."""
 
 import hashlib
 import math
@@ -13,14 +13,14 @@ from speedlab import plots
 
 
 def counting(model: torch.nn.Module) -> torch.nn.Module:
-    """The model with a buffer that its state_dict leaves out, in which it counts its forward passes."""
+    """The same model with a new buffer, which its state_dict leaves out and which counts its forward passes."""
     model.register_buffer("passes", torch.zeros((), device=next(model.parameters()).device), persistent=False)
     model.register_forward_pre_hook(lambda module, _: module.passes.add_(1) and None)
     return model
 
 
 def digest(model: torch.nn.Module, *others) -> str:
-    """A hash of every bit of the parts' state, all buffers, gradients and flags, and of all random generators."""
+    """A hash of the states of all arguments, the model's buffers, gradients and flags, and all random generators."""
     modes = [module.training for module in model.modules()], [p.requires_grad for p in model.parameters()]
     states = [part.state_dict() for part in (model, *others)], [*model.buffers()]
     tree = states, [p.grad for p in model.parameters()], modes
@@ -31,9 +31,9 @@ def digest(model: torch.nn.Module, *others) -> str:
 
 
 def by_hand(memory_mib: float, half: int) -> int:
-    """The batch size that a search should find where a sample takes 25 MiB and batch `half` reaches half the speed.
+    """The size that a search should find if a sample takes 25 MiB and a batch of `half` reaches half the top speed.
 
-    It is the smallest power of two within a tenth of the best that fits, halved until a tenth more fits as well.
+    It is the smallest power of two within a tenth of the best that fits, halved until 1.1 times it fits or it is 1.
     """
     rates = {2**i: 2**i / (half + 2**i) for i in range(14) if 25 * 2**i <= memory_mib}
     size = min(size for size, rate in rates.items() if 1.1 * rate >= max(rates.values()))
@@ -41,7 +41,7 @@ def by_hand(memory_mib: float, half: int) -> int:
 
 
 def trials_figure(seen: dict, chosen: int, rates: dict[int, float], wall: float, title: str) -> Figure:
-    """What a search saw, over the device's curve {size: samples a second}; `wall` is the largest size that fits."""
+    """A figure of what a search saw and the curve `rates` in samples per second; sizes above `wall` do not fit."""
     fig, ax = plots.figure(7, 3)
     ax.plot(list(rates), list(rates.values()), color=plots.COLOURS[0], linewidth=1)
     for size, (rate, _) in seen.items():

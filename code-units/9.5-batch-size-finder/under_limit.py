@@ -1,6 +1,6 @@
-"""Run a function in a process of its own whose memory ends early, so that running out is real and harms nobody.
+"""Run a function in a separate process with little memory, so that running out is real and does no harm.
 
-Notebook 2 calls `run`, which starts this file and sends it the function's source: python under_limit.py < order.json
+Notebook 2 calls `run`, which runs this file and sends it the function's source (python under_limit.py < order.json).
 """
 
 import contextlib
@@ -21,8 +21,8 @@ import torch
 from speedlab import machine
 from speedlab.data import models
 
-# What is small (Python's own objects, above all) comes from one heap with room to spare; what is large is taken from
-# the system and goes back at once. So a limit is met by tensors, where torch can tell of it in its own words.
+# Small blocks (above all Python's own objects) come from one heap with room to spare; large blocks are taken from
+# the system and returned at once. So it is tensors that hit the limit, and torch reports that in its own words.
 ENVIRONMENT = {
     "PYTHONMALLOC": "malloc",
     "MALLOC_ARENA_MAX": "1",
@@ -34,8 +34,8 @@ ROOM = 32 * 2**20
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a function under a limit did: the batch sizes that it began and those that ran to the end of a step, each
-    in the order of its first time; what it returned (None if it did not); and how it ended, in words.
+    """What a function under a limit did: the batch sizes that it began and those whose step ran to the end, both
+    in order of first appearance; what it returned (None if it did not return); and how it ended, in words.
     """
 
     begun: tuple[int, ...]
@@ -45,11 +45,11 @@ class Outcome:
 
 
 def run(spare_mib: float, function: Callable, *arguments, needs=(), pretend: bool = False, timeout=100.0) -> Outcome:
-    """Call `function(note, *arguments)` in a new process that may take `spare_mib` MiB more than it has at its start.
+    """Call `function(note, *arguments)` in a new process that may take `spare_mib` MiB more than it holds by then.
 
-    `note("begins", size)` and `note("ran", size)` are how the function tells of each step. What it calls out of the
-    same notebook stands in `needs`. The limit is of the GPU's memory where there is a GPU, of address space on Linux,
-    and pretended elsewhere or on demand. An error, a signal or a timeout is told in `ended`, never raised.
+    The function reports each step with `note("begins", size)` and `note("ran", size)`. `needs` lists what it calls
+    from the same notebook. The limit applies to a GPU's memory if there is one, otherwise on Linux to address space;
+    elsewhere, or if `pretend` is set, it is simulated. An error, signal or timeout there goes into `ended`.
     """
     if spare_mib <= 0:
         raise ValueError(f"spare_mib={spare_mib} must be positive: the process needs some memory to work with.")
@@ -68,7 +68,7 @@ def run(spare_mib: float, function: Callable, *arguments, needs=(), pretend: boo
         said, code = child.stdout, child.returncode
     except subprocess.TimeoutExpired as late:
         said, code = late.stdout or "", None
-        said = said if isinstance(said, str) else said.decode()  # text on Windows only
+        said = said if isinstance(said, str) else said.decode()  # str on Windows, bytes elsewhere
     notes = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
     begun, ran = (tuple(dict.fromkeys(n[word] for n in notes if word in n)) for word in ("begins", "ran"))
     last = {name: value for note in notes for name, value in note.items()}
@@ -86,7 +86,7 @@ def run(spare_mib: float, function: Callable, *arguments, needs=(), pretend: boo
 
 
 def source_of(*functions: Callable) -> str:
-    """The functions' source, below imports of all modules, classes and functions that they use by name."""
+    """The functions' source, preceded by imports of the modules, classes and functions that they use by name."""
     imports = set()
     for function in functions:
         for name in _names(function.__code__):
@@ -96,7 +96,7 @@ def source_of(*functions: Callable) -> str:
                 imports.add(f"import {value.__name__} as {name}")
             elif isinstance(value, type | types.FunctionType) and home not in (None, "__main__", "builtins"):
                 imports.add(f"from {home} import {value.__qualname__} as {name}")
-    # annotations are not looked up when they stay text
+    # annotations that stay strings are not looked up
     return "\n".join(["from __future__ import annotations", *sorted(imports), *map(inspect.getsource, functions)])
 
 
@@ -108,7 +108,7 @@ def _names(code: types.CodeType) -> Iterator[str]:
 
 
 def pretended(spare: int) -> contextlib.AbstractContextManager:
-    """A limit without a device: what forward keeps for backward counts, and more than `spare` bytes are refused.
+    """A simulated limit: what forward keeps for backward counts, and anything beyond `spare` bytes is refused.
 
     The refusal is a RuntimeError in the words of torch's own allocator, so that searches take it for the real thing.
     """
@@ -124,14 +124,14 @@ def pretended(spare: int) -> contextlib.AbstractContextManager:
 
     def unpack(tensor: torch.Tensor) -> torch.Tensor:
         nonlocal kept
-        kept = 0  # backward has begun, so the next tensor that is kept belongs to another step
+        kept = 0  # backward has begun, so the next tensor that is kept belongs to a new step
         return tensor
 
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
 
 def limited(spare: int, pretend: bool) -> contextlib.AbstractContextManager:
-    """From here on, this process may take `spare` bytes more."""
+    """Let this process take `spare` bytes more: inside the returned context if simulated, otherwise for good."""
     if not pretend and torch.cuda.is_available():
         total = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, (torch.cuda.memory_reserved() + spare) / total))
@@ -146,17 +146,17 @@ def limited(spare: int, pretend: bool) -> contextlib.AbstractContextManager:
 
 
 def obey(order: dict) -> int:
-    """Do what the notebook ordered, note by note on standard output; return the exit code."""
+    """Carry out the notebook's order, print each note as a line of JSON, and return the exit code."""
 
     def note(word: str, value: object) -> None:
         print(json.dumps({word: value}), flush=True)
 
-    # short of memory, oneDNN says that it "could not create a primitive", which Lightning takes for another error
+    # when memory is short, oneDNN "could not create a primitive", which Lightning takes for a different error
     torch.backends.mkldnn.set_flags(False)
     names: dict = {}
     exec(compile(order["source"], "<notebook>", "exec"), names)
-    gc.freeze()  # else each trial's collection looks through all that was imported, half a second's work
-    # libraries, threads and the room on the heap are not the function's to pay for
+    gc.freeze()  # otherwise each trial's collection scans everything imported, which takes half a second
+    # libraries, threads and room on the heap must not count against the function's limit
     model, device = models.vit("small", pretrained=False), machine.device()
     optimizer = torch.optim.AdamW(model.to(device).parameters(), foreach=True)
     model(torch.randn(64, 3, 32, 32, device=device)).sum().backward()
@@ -164,7 +164,7 @@ def obey(order: dict) -> int:
     small = [bytes(60_000) for _ in range(ROOM // 60_000)]
     del model, optimizer, small
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # what stays are the libraries' workspaces
+        torch.cuda.empty_cache()  # only the libraries' workspaces stay
     try:
         with limited(order["spare"], order["pretend"]):
             note("returned", names[order["name"]](note, *order["arguments"]))
@@ -178,4 +178,4 @@ def obey(order: dict) -> int:
 if __name__ == "__main__":
     code = obey(json.load(sys.stdin))
     sys.stdout.flush()
-    os._exit(code)  # short of memory, a tidy farewell may fail where the search did not
+    os._exit(code)  # when memory is short, a normal exit may fail even though the search did not

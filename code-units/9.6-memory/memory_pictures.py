@@ -1,4 +1,4 @@
-"""How notebook 1 of this unit draws what it counts: nothing here is needed to follow the lesson."""
+"""How notebook 1 of this unit draws what it counts. Nothing here is needed to follow the lesson."""
 
 from collections.abc import Mapping, Sequence
 
@@ -14,7 +14,7 @@ def _look(i: int, fill: str = "color") -> dict[str, str | float]:
 
 
 def film_figure(alive: np.ndarray, marks: Sequence[tuple[int, str]]) -> Figure:
-    """Live bytes after every operation as stacked areas, a row of `alive` a kind; `marks` say where phases begin."""
+    """Live MB after each operation as stacked areas, one row of `alive` per kind; `marks` say where phases begin."""
     total, base = alive.sum(0), np.zeros(alive.shape[1])
     figure, ax = plots.figure(8.0, 4.2)
     for i, kind in enumerate(KINDS):
@@ -32,7 +32,7 @@ def film_figure(alive: np.ndarray, marks: Sequence[tuple[int, str]]) -> Figure:
 
 
 def plan_figure(moments: Mapping[str, Mapping[str, float]], cards: Sequence[int], title: str) -> Figure:
-    """One stacked bar a moment, in GiB, against the memory of the cards that are not far beyond the longest bar."""
+    """One stacked bar per moment, in GiB, with lines at card sizes up to the first that the longest bar fits."""
     figure, ax = plots.figure(8.5, 3.4)
     left = [0.0] * len(moments)
     for i, kind in enumerate(next(iter(moments.values()))):

@@ -1,7 +1,7 @@
-"""Which bytes are alive after each operation, and which bytes each operation moves: what two notebooks watch with.
+"""Count the bytes alive after each operation, and the bytes that operations move, for notebooks 1 and 3.
 
-A dispatch mode is told of every operation that PyTorch runs. `Meter` keeps a ledger of storages from their birth to
-their death; `traffic` adds up what operations read and write. Both work on real and on fake tensors.
+A dispatch mode sees every operation that PyTorch runs. `Meter` keeps a ledger of storages from birth to
+death; `traffic` adds up what operations read and write. Both work on real and on fake tensors.
 """
 
 import weakref
@@ -17,18 +17,18 @@ _PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "convolution", "scaled_dot_product
 
 
 class Meter(TorchDispatchMode):
-    """The storages that live while operations run inside `with meter:`, each counted once, by kind of KINDS."""
+    """A ledger of storages alive while operations run inside `with meter:`, each counted once, under one of KINDS."""
 
     def __init__(self, known: Iterable[torch.Tensor] = ()):
         super().__init__()
         self._alive: dict[int, dict] = {}
-        self.entries: list[dict] = []  # a storage each: bytes, kind, and after which operation it was born and died
-        self.marks: list[tuple[int, str]] = []  # which phase began after which operation
+        self.entries: list[dict] = []  # per storage: bytes, kind, and the operations after which it was born and died
+        self.marks: list[tuple[int, str]] = []  # (operation, phase that began after it)
         self.operations, self._kind = 0, "activations"
         self.see_all("parameters", list(known))
 
     def see(self, tensor: torch.Tensor, kind: str = "") -> None:
-        """Write a tensor's storage down; without a kind, it is of the present phase's, or keeps its own."""
+        """Record a tensor's storage. Without `kind`, a new one gets the phase's, and a known one keeps its own."""
         storage = tensor.untyped_storage()
         key = storage._cdata  # the address of the storage object itself: views share it
         if key not in self._alive:
@@ -38,7 +38,7 @@ class Meter(TorchDispatchMode):
         self._alive[key]["kind"] = kind or self._alive[key]["kind"]
 
     def see_all(self, kind: str, tensors: object) -> None:
-        """The same for a list, a dictionary or any nest of tensors."""
+        """Call `see` for every tensor in a list, a dictionary or any nesting of them."""
         for tensor in tree_leaves(tensors):
             if isinstance(tensor, torch.Tensor):
                 self.see(tensor, kind)
@@ -47,12 +47,12 @@ class Meter(TorchDispatchMode):
         self._alive.pop(key)["died"] = self.operations
 
     def begin(self, phase: str, kind: str) -> None:
-        """From here on, new storages are of this kind, until `see` knows better."""
+        """Begin a phase: from here on, new storages are of this kind, unless `see` says otherwise."""
         self.marks.append((self.operations, phase))
         self._kind = kind
 
     def film(self) -> np.ndarray:
-        """Bytes alive after every operation, a row a kind of KINDS."""
+        """Bytes alive at the start and after each operation, (kinds, operations + 1), one row per kind in KINDS."""
         change = np.zeros((len(KINDS), self.operations + 2), dtype=np.int64)
         for entry in self.entries:
             row, died = KINDS.index(entry["kind"]), entry["died"]
@@ -61,16 +61,16 @@ class Meter(TorchDispatchMode):
         return change.cumsum(1)[:, :-1]
 
     def peak(self) -> int:
-        """The most bytes that were alive at once."""
+        """The largest number of bytes alive at once."""
         return int(self.film().sum(0).max())
 
     def history(self) -> np.ndarray:
-        """Bytes alive after every operation, without the `known` tensors and other parameters."""
+        """Bytes alive at the start and after each operation, (operations + 1,), without `known` or parameters."""
         return self.film()[1:].sum(0)
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         out = operation(*args, **(kwargs or {}))
-        self.operations += operation.namespace == "aten"  # fake tensors also ask for devices, which is no work
+        self.operations += operation.namespace == "aten"  # fake tensors also query devices, which is not work
         self.see_all("", out)
         return out
 
@@ -92,9 +92,9 @@ class _Traffic(TorchDispatchMode):
 
 
 def traffic(work: Callable[[], object]) -> dict[str, int]:
-    """Bytes that the operations of `work()` read and write: of products and attention, and of the rest.
+    """Bytes that the operations in `work()` read and write, by "products" (with attention) and "the rest".
 
-    `count.flops` counts the former alone. Each operation pays for all its inputs and outputs; views move nothing.
+    `count.flops` counts the former only. Each operation pays for all its inputs and outputs; views move nothing.
     """
     with _Traffic() as mode:
         work()

@@ -1,8 +1,8 @@
-"""How much memory a vision transformer needs to train, by arithmetic: notebook 1 checks it against rehearsals."""
+"""How much memory it takes to train a vision transformer, by arithmetic. Notebook 1 checks it against rehearsals."""
 
 from collections.abc import Callable
 
-# bytes per number: of weights, of the residual stream's gradients, of the other gradients of activations
+# bytes per number in weights, in the residual stream's gradients, and in the other activation gradients
 _BYTES = {"fp32": (4, 4, 4), "bf16-mixed": (4, 4, 2), "bf16-true": (2, 2, 2)}
 
 
@@ -17,7 +17,7 @@ def budget(
     width: int = 768,
     tokens: int = 197,
 ) -> dict[str, dict[str, int]]:
-    """Bytes by kind at the three moments that can be the peak: images of 224 pixels, patches of 16, 10 classes.
+    """Bytes by kind at the three moments that can be the peak, for 224 × 224 images, 16 × 16 patches and 10 classes.
 
     `block_bytes(batch, tokens, width, heads, precision)` is what one block keeps; `optimizer` is 'AdamW' or 'SGD'.
     """
@@ -27,7 +27,7 @@ def budget(
     border, block = batch * tokens * width * size, block_bytes(batch, tokens, width, heads, precision)
     kept = (layers - 1) * border + block if checkpointing else layers * block + 2 * border
     images = batch * 3 * 224**2 * (size + 2 * (precision == "bf16-mixed"))  # autocast makes a copy
-    gradients_of_mlp = batch * tokens * width * (residual + 4 * inner)  # its input, and its hidden layer: 4 widths
+    gradients_of_mlp = batch * tokens * width * (residual + 4 * inner)  # its input and its hidden layer of 4 widths
     moments = 2 * weights * size if optimizer == "AdamW" else 0
 
     def moment(gradients: int, activations: int, temporaries: int) -> dict[str, int]:
@@ -42,10 +42,10 @@ def budget(
     return {
         "forward turns\ninto backward": moment(0, kept, gradients_of_mlp),
         "end of\nbackward": moment(weights * size, block, gradients_of_mlp),
-        "optimizer's\nstep": moment(weights * size, 0, moments // 2),  # foreach: as large as the weights
+        "optimizer's\nstep": moment(weights * size, 0, moments // 2),  # foreach temporaries, as large as the weights
     }
 
 
 def peak(moments: dict[str, dict[str, int]]) -> int:
-    """The largest sum over the kinds."""
+    """The peak in bytes: the largest total of any moment."""
     return max(sum(kinds.values()) for kinds in moments.values())

@@ -1,7 +1,7 @@
-"""The files and the datasets of this unit.
+"""The JPEG files and the datasets of this unit.
 
-They stand in a module and not in the notebooks because the workers of a loader are new Python processes on macOS and
-Windows, and here too: what a worker runs, it must be able to import.
+They are in a module, not in the notebooks, because on macOS and Windows, and here too, the workers of a loader are
+new Python processes, which must be able to import what they run.
 """
 
 import io
@@ -20,21 +20,21 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 from speedlab import data
 
 try:
-    # PyTorch's decoders, also on a GPU; where there is no wheel, or one for another torch, Pillow decodes
+    # PyTorch's decoders, which can also use a GPU; without a wheel, or with one for a different torch, Pillow decodes
     from torchcodec.decoders import decode_jpeg
 except (ImportError, OSError, RuntimeError):
     decode_jpeg = None
 
-COUNT = 1797  # scikit-learn's handwritten digits, all of them
+COUNT = 1797  # all of scikit-learn's handwritten digits
 SIZE = 192
 
 
 def write(count: int = COUNT, folder: Path | None = None) -> list[Path]:
     """The paths of `count` JPEG files of handwritten digits, written once to `folder` (default: the data folder).
 
-    They are written to a temporary folder that is renamed when it is whole, so that an interruption leaves nothing
-    half-done, and two processes do not meet. A file is named after its number and its label: `00017-7.jpg`.
-    Raises OSError with what to do where they cannot be written, or where some of them have been deleted.
+    They are written to a temporary folder that is renamed when it is complete, so that an interruption leaves nothing
+    half done, and two processes do not collide. A file is named after its number and its label: `00017-7.jpg`.
+    Raises OSError with advice if they cannot be written, or if some of them have been deleted.
     """
     parent = folder or data.folder()
     place = parent / f"digits-{count}-jpeg"
@@ -46,7 +46,7 @@ def write(count: int = COUNT, folder: Path | None = None) -> list[Path]:
                 (part / name).write_bytes(content)
             part.rename(place)
         except OSError as error:
-            # where another process was faster, its folder is in the way of the rename, and as good as ours
+            # if another process was faster, its folder blocks the rename, and is as good as ours
             if not place.exists():
                 raise OSError(
                     f"{count} JPEG files could not be written to {parent} ({error.strerror or error}). They take "
@@ -56,12 +56,12 @@ def write(count: int = COUNT, folder: Path | None = None) -> list[Path]:
             shutil.rmtree(part, ignore_errors=True)
     files = sorted(place.glob("*.jpg"))
     if len(files) != count:
-        raise OSError(f"{place} holds {len(files)} of its {count} files: delete it, and they are written again.")
+        raise OSError(f"{place} holds {len(files)} of its {count} files: delete it, and they will be written again.")
     return files
 
 
 def _jpegs(count: int) -> Iterator[tuple[str, bytes]]:
-    """Names and contents: each digit enlarged, on a background of its own colour, with the grain of a photograph."""
+    """File names and JPEG bytes: each digit enlarged, on a background of random colour, with a photograph's grain."""
     from sklearn.datasets import load_digits
 
     digits = load_digits()
@@ -79,19 +79,19 @@ def _jpegs(count: int) -> Iterator[tuple[str, bytes]]:
 
 
 def decode(path: Path) -> torch.Tensor:
-    """The picture in a JPEG file, as uint8 of shape (3, H, W). A broken file is a ValueError that names it."""
+    """The picture in a JPEG file, as uint8 of shape (3, H, W). Raises ValueError naming a broken file."""
     try:
         return decode_bytes(path.read_bytes())
     except (OSError, RuntimeError, ValueError) as error:
-        unknown = isinstance(error, UnidentifiedImageError)  # its text would name an address in memory
-        reason = "it is no picture" if unknown else str(error).rsplit(", ", 1)[-1].rstrip(".")
+        unknown = isinstance(error, UnidentifiedImageError)  # its message holds a memory address
+        reason = "it is not a picture" if unknown else str(error).rsplit(", ", 1)[-1].rstrip(".")
         raise ValueError(
             f"{path.name} cannot be decoded ({reason}). Replace the file, or leave it out of the list."
         ) from None
 
 
 def decode_bytes(content: bytes) -> torch.Tensor:
-    """The picture in the bytes of a JPEG file, as uint8 of shape (3, H, W), by TorchCodec or Pillow."""
+    """The picture in a JPEG file's bytes, uint8 of shape (3, H, W), decoded by TorchCodec or, without it, Pillow."""
     if decode_jpeg is not None:
         return decode_jpeg(content, mode="RGB")
     with Image.open(io.BytesIO(content)) as picture:
@@ -99,15 +99,15 @@ def decode_bytes(content: bytes) -> torch.Tensor:
 
 
 class JpegFiles(Dataset):
-    """Decoded files: (image (3, H, W) uint8 or what `transform` makes of it, label).
+    """Decoded files as (image, label): the image is uint8 (3, H, W), or what `transform` makes of it.
 
-    `decoded` counts how often each file was decoded, in memory that all workers share. With `cache`, a decoded image
-    is kept, in the process that decoded it.
+    `decoded` counts how often each file was decoded, in memory that all workers share. With `cache`, each process
+    keeps the images that it has decoded.
     """
 
     def __init__(self, files: Sequence[Path], transform: Callable | None = None, cache: bool = False):
         if not files:
-            raise ValueError("There are no files in this list. Is the shard empty, or the folder another one?")
+            raise ValueError("There are no files in this list. Is the shard empty, or the folder the wrong one?")
         self.files, self.transform = list(files), transform
         self.cache: dict[int, torch.Tensor] | None = {} if cache else None
         self.decoded = torch.zeros(len(files), dtype=torch.int32).share_memory_()
@@ -127,7 +127,7 @@ class JpegFiles(Dataset):
 
 
 class SkipBroken(JpegFiles):
-    """The same, but a broken file gives None instead of an error, and is marked in `broken`."""
+    """Like JpegFiles, but a broken file gives None instead of an error, and is marked in `broken`."""
 
     def __init__(self, files: Sequence[Path]):
         super().__init__(files)
@@ -142,7 +142,7 @@ class SkipBroken(JpegFiles):
 
 
 def collate_whole(samples: list) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """A batch of those samples that are not None; None where there is none."""
+    """A batch of the samples that are not None, or None if there are no such samples."""
     return torch.utils.data.default_collate(kept) if (kept := [s for s in samples if s is not None]) else None
 
 
@@ -160,12 +160,12 @@ class Noisy(Dataset):
 
 
 def own_seed(_: int) -> None:
-    """For `worker_init_fn`: give the worker's copy of the generator the seed that PyTorch chose for this worker."""
+    """For `worker_init_fn`: give this worker a new generator, with the seed that PyTorch chose for the worker."""
     torch.utils.data.get_worker_info().dataset.random = np.random.default_rng(torch.initial_seed())
 
 
 class Deadly(Dataset):
-    """Ends its process, as the system does when memory runs out, when it is asked for a certain index."""
+    """Ends its process when asked for index `deadly`, as the system does when memory runs out."""
 
     def __init__(self, length: int, deadly: int):
         self.length, self.deadly = length, deadly
@@ -180,9 +180,9 @@ class Deadly(Dataset):
 
 
 class Remote(Dataset):
-    """Numbers that take `seconds` each to arrive, as from a disk or a network, while the processor is free.
+    """Numbers that each take `seconds` to arrive, as from a disk or a network, while the processor is idle.
 
-    `begun` says which of them somebody has asked for, in memory that all workers share.
+    `begun` marks the numbers that have been asked for, in memory that all workers share.
     """
 
     def __init__(self, length: int, seconds: float = 0.0):
@@ -199,7 +199,7 @@ class Remote(Dataset):
 
 
 class Straggler(Dataset):
-    """Numbers, of which the first one is held back until `free` is set, for 30 s at most."""
+    """Numbers, the first of which is held back until `free` is set, or for at most 30 s."""
 
     def __init__(self, length: int):
         self.length, self.free = length, torch.zeros(1, dtype=torch.bool).share_memory_()
@@ -215,9 +215,9 @@ class Straggler(Dataset):
 
 
 class TarShards(IterableDataset):
-    """The names of the members of tar files, read from the first byte to the last, as WebDataset does.
+    """The member names of tar files, which are read from the first byte to the last, as WebDataset reads them.
 
-    With `split`, each worker of a loader takes every so-many-th shard; without, each of them reads them all.
+    With `split`, worker i of n takes shards i, i + n, i + 2n and so on; without it, every worker reads all shards.
     """
 
     def __init__(self, shards: Sequence[Path], split: bool):
@@ -233,9 +233,9 @@ class TarShards(IterableDataset):
 
 
 def batches(paths: Sequence[str], batch_size: int, start: int = 0) -> Iterator[dict[str, np.ndarray]]:
-    """Decoded batches in order, from batch `start` on: their index (B,), images (B, 3, H, W) uint8, labels (B,).
+    """Decoded batches in order, from batch `start` on: dicts of index (B,), images (B, 3, H, W) uint8, labels (B,).
 
-    For a process of its own, so it decodes with one thread. Arrays and not tensors, so that they outlive the process.
+    It runs in a separate process, so it uses one thread. It yields arrays, not tensors, so that batches outlive it.
     """
     torch.set_num_threads(1)
     for first in range(start * batch_size, len(paths), batch_size):

@@ -1,6 +1,6 @@
-"""An offload processor in some sixty lines, and a quiet start for the real one.
+"""An offload processor in some sixty lines, and a quiet start for a real one, Ray Data.
 
-It stands in a module because the process that makes the batches is a fresh Python: what it runs, it must import.
+It is in a module because the process that makes the batches is a new Python, which must import what it runs.
 """
 
 import contextlib
@@ -16,17 +16,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-# A clean process either way; where there is a fork server, it has imported the heavy modules once for all.
+# A clean process either way. A fork server, where there is one, imports the heavy modules once for all of them.
 START = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
 
 
 class Prefetcher:
     """Batches that another process makes ahead of the trainer, never more than `depth` of them.
 
-    `make(*arguments)` runs there; it is a generator function that can be imported, and its batches can be pickled.
-    Iterate inside `with Prefetcher(...) as batches:`, which ends the process, however the block is left. An error
-    there, its death, and `seconds` without a batch end the loop here, with a sentence that says which. `made` holds
-    when each received batch was begun and finished, on the clock of `time.perf_counter`.
+    `make(*arguments)` runs there; `make` must be importable and return an iterator of picklable batches.
+    Iterate inside `with Prefetcher(...) as batches:`; leaving the block, in whatever way, ends the process. If the
+    process raises an error, dies, or sends no batch for `seconds`, the loop here raises an error that says which.
+    `made` lists when each received batch was begun and finished, in seconds on the clock of `time.perf_counter`.
     """
 
     def __init__(self, make: Callable[..., Iterator], *arguments, depth: int = 4, seconds: float = 60):
@@ -41,7 +41,7 @@ class Prefetcher:
         job = (sender, self._slots, self.started, make, arguments)
         self.process = context.Process(target=produce, args=job, daemon=True)
         self.process.start()
-        sender.close()  # only the child holds it from here on, so that its death is the end of the pipe
+        sender.close()  # from here on only the child holds it, so the pipe ends when the child dies
         threading.Thread(target=self._receive, args=(receiver,), daemon=True).start()
 
     def _receive(self, receiver) -> None:
@@ -55,7 +55,7 @@ class Prefetcher:
             try:
                 kind, value, when = self._ready.get(timeout=self._seconds)
             except queue.Empty:
-                raise TimeoutError(f"No batch came for {self._seconds:g} s: the offload process hangs.") from None
+                raise TimeoutError(f"No batch came for {self._seconds:g} s. Is the offload process stuck?") from None
             if kind == "end":
                 self.ended = True
                 return
@@ -81,7 +81,7 @@ class Prefetcher:
 
 def produce(sender, slots, started, make: Callable[..., Iterator], arguments: tuple) -> None:
     """What the child does: wait for room, make a batch, send it."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the trainer, which then closes us
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the trainer, which then ends this process
     parent = multiprocessing.parent_process()
     try:
         batches = make(*arguments)
@@ -103,31 +103,31 @@ def produce(sender, slots, started, make: Callable[..., Iterator], arguments: tu
 
 
 def sleeping(count: int, seconds: float) -> Iterator[int]:
-    """Batches that take a known time to make, and no computing."""
+    """The numbers 0 to count - 1 as batches that each take `seconds` to make, without computing."""
     for i in range(count):
         time.sleep(seconds)
         yield i
 
 
 def start_ray(workers: int = 2, seconds: float = 60, disk_bytes: int = 10**9) -> str:
-    """Start Ray on this machine with nothing but what Ray Data needs; why it could not be started, or ''.
+    """Start Ray here with nothing but what Ray Data needs; return the reason why it could not start, or ''.
 
-    No dashboard, no statistics sent anywhere, no progress bars, no log lines. Ray itself gives up where its helper
-    processes need more than 15 s to start, which happens on a machine that is very busy.
+    No dashboard, no statistics sent anywhere, no progress bars, no log lines. Ray itself gives up if its helper
+    processes need more than 15 s to start, as they may on a very busy machine.
     """
     free = shutil.disk_usage(tempfile.gettempdir()).free
     if free < disk_bytes:
-        return f"Ray was not started, as the temporary folder has {free / 1e9:.1f} GB left: make 1 GB free."
+        return f"Ray was not started because the temporary folder has {free / 1e9:.1f} GB left: make 1 GB free."
     os.environ.update(RAY_USAGE_STATS_ENABLED="0", RAY_DATA_DISABLE_PROGRESS_BARS="1", RAY_DATA_LOG_LEVEL="CRITICAL")
-    # Ray would look for this machine's address in the network, and say so on stderr where there is none; this is the
-    # setting with which it stays on the loopback address, as it does on Windows and macOS.
+    # Ray would look for this machine's network address, and complain on stderr if there is none; with this setting
+    # it stays on the loopback address, as it does on Windows and macOS.
     os.environ.update(RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0")
     os.environ.update(RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0", RAY_raylet_start_wait_time_s=str(int(seconds)))
     try:
         import ray
         import ray.data
     except ImportError as error:
-        return f"Ray is not installed here ({error}): `pip install 'ray[data]'` where there is a wheel for it."
+        return f"Ray is not installed here ({error}): run `pip install 'ray[data]'` if there is a wheel."
     logging.getLogger("ray").setLevel(logging.CRITICAL)  # `import ray` has set it to INFO
     try:
         with time_limit(seconds), contextlib.redirect_stderr(io.StringIO()):
@@ -142,8 +142,8 @@ def start_ray(workers: int = 2, seconds: float = 60, disk_bytes: int = 10**9) ->
                 _node_ip_address="127.0.0.1",
             )
             ray.data.DataContext.get_current().enable_progress_bars = False
-            # Ray prints a dead worker into whichever cell runs just then, with ids that differ each time. There is
-            # no setting against it, and another version may keep the function elsewhere.
+            # Ray reports a dead worker in whichever cell is running then, with ids that differ each time. No setting
+            # prevents that, and other versions of Ray may keep the function elsewhere.
             with contextlib.suppress(AttributeError):
                 ray._private.worker.print_to_stdstream = lambda *_, **__: None
     except BaseException as error:
@@ -157,7 +157,7 @@ def start_ray(workers: int = 2, seconds: float = 60, disk_bytes: int = 10**9) ->
 
 @contextlib.contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError in the main thread if the block lasts longer."""
+    """Raise TimeoutError in the main thread if the block takes longer than `seconds`."""
     late = threading.Event()
 
     def interrupt() -> None:

@@ -1,4 +1,4 @@
-"""Fine-tune a vision transformer with Fabric: 01 in three steps."""
+"""Fine-tune a vision transformer with Fabric: 01, converted in three steps."""
 
 import json
 import time
@@ -26,7 +26,7 @@ def main(argv=None) -> dict:
     torch.manual_seed(args.seed)
 
     train_loader, val_loader, test_loader = loaders(args)
-    train_loader = fabric.setup_dataloaders(train_loader)  # of several processes, each gets its part
+    train_loader = fabric.setup_dataloaders(train_loader)  # with several processes, each gets its part
     val_loader, test_loader = fabric.setup_dataloaders(val_loader, test_loader, use_distributed_sampler=False)
     model = vit(args.data, pretrained=True)
     model = fabric.setup_module(model)

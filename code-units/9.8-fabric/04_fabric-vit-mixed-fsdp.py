@@ -13,12 +13,12 @@ from vit_parts import LEARNING_RATE, loaders, options, vit
 
 
 def on_gpus():
-    """Fabric's "fsdp": each process holds a part of each block, which is whole only while it computes."""
+    """Fabric's "fsdp": each process holds a part of each block, and gathers a block only while it computes."""
     return FSDPStrategy(auto_wrap_policy={EncoderBlock}, state_dict_type="full")
 
 
 def on_cpu(devices):
-    """The same on a CPU, which "fsdp" refuses: PyTorch's `fully_shard`, told what to cut."""
+    """The same on a CPU, which "fsdp" refuses: PyTorch's `fully_shard`, told which modules to shard."""
 
     def shard(model, mesh):
         for block in model.encoder.layers:
@@ -47,7 +47,7 @@ def main(argv=None) -> dict:
     torch.manual_seed(args.seed)
 
     train_loader, val_loader, test_loader = loaders(args)
-    train_loader = fabric.setup_dataloaders(train_loader)  # of several processes, each gets its part
+    train_loader = fabric.setup_dataloaders(train_loader)  # with several processes, each gets its part
     val_loader, test_loader = fabric.setup_dataloaders(val_loader, test_loader, use_distributed_sampler=False)
     model = vit(args.data, pretrained=True)
     model = fabric.setup_module(model)

@@ -1,6 +1,6 @@
-"""What the two notebooks of this unit share: run one of the five scripts, and show how two of them differ.
+"""What the two notebooks of this unit share: running one of the five scripts, and showing how two of them differ.
 
-As a script it runs one of them in each of several processes: `python run_scripts.py 04_fabric-vit-mixed-fsdp.py`.
+torchrun starts this file in each of several processes: `run_scripts.py 04_fabric-vit-mixed-fsdp.py --devices=2`.
 """
 
 import contextlib
@@ -23,10 +23,10 @@ FOLDER = Path(__file__).resolve().parent
 
 
 def run(name: str, *options: object, processes: int = 1, timeout: float = 240.0) -> dict:
-    """Run a script of this folder; return its result, and the bytes of state that each process holds at the end.
+    """Run a script in this folder; return its result, and the bytes of state that each process holds at the end.
 
-    One process runs inside this one, which saves the start of Python; several are launched by torchrun, and their
-    losses are averaged. Where a CPU has no bf16 hardware, its products are computed in fp32 and rounded.
+    With one process, the script runs in this one, which saves starting Python; several are launched by torchrun, and
+    their losses are averaged. On a CPU without bf16 hardware, bf16 products are computed in fp32 and rounded.
     """
     if processes == 1:
         parts = [_run(name, options)]
@@ -40,7 +40,7 @@ def run(name: str, *options: object, processes: int = 1, timeout: float = 240.0)
 def _run(name: str, options: tuple) -> dict:
     used = []
     hook = register_optimizer_step_post_hook(lambda optimizer, *_: used.append(optimizer))
-    # looking at each operation costs time, so only where some are in 16 bits
+    # intercepting each operation costs time, so only for scripts with 16-bit operations
     products = compat.half_products(machine.device()) if "mixed" in name else contextlib.nullcontext()
     try:
         with products, contextlib.redirect_stdout(io.StringIO()):
@@ -53,7 +53,7 @@ def _run(name: str, options: tuple) -> dict:
 
 @dataclass(frozen=True)
 class Difference:
-    """The lines that go (-) and that come (+) between two scripts, each with a line around it; shown as a table."""
+    """The lines removed (-) and added (+) from one script to another, with a line of context; shown as a table."""
 
     before: str
     after: str
@@ -84,7 +84,7 @@ class Difference:
 
 
 def difference(before: str, after: str) -> Difference:
-    """Compare two scripts of this folder line by line, their titles aside."""
+    """Compare two scripts in this folder line by line, leaving out their titles."""
     texts = [(FOLDER / name).read_text(encoding="utf-8").splitlines()[1:] for name in (before, after)]
     lines = []
     for line in difflib.unified_diff(*texts, n=1, lineterm=""):

@@ -1,8 +1,8 @@
-"""What the five scripts share, from torch and torchvision alone: their options, the images, the vision transformer.
+"""What the five scripts share: options, images and the vision transformer. It needs only torch and torchvision.
 
-digits   1,797 handwritten digits of scikit-learn and a small transformer that was pretrained on printed characters.
-         Both are in digits.pt, beside this file: nothing is downloaded.
-cifar10  CIFAR-10 at 224 x 224 and ViT-B/16 with ImageNet's weights. torchvision downloads both, once.
+digits   1,797 handwritten digits from scikit-learn and a small transformer that was pretrained on printed characters.
+         Both are in digits.pt, next to this file; nothing is downloaded.
+cifar10  CIFAR-10 at 224 x 224 and ViT-B/16 with ImageNet weights. torchvision downloads both, once.
 """
 
 import argparse
@@ -18,34 +18,34 @@ from torchvision.datasets import CIFAR10
 from torchvision.models import VisionTransformer, vit_b_16
 from torchvision.transforms import v2
 
-# On a Mac, Fabric's accelerator="auto" would take the GPU, where the plain script takes the CPU.
+# On a Mac, Fabric's accelerator="auto" would use the GPU, whereas the plain scripts use the CPU.
 os.environ.setdefault("DISABLE_MPS", "1")
 DIGITS = Path(__file__).with_name("digits.pt")
 LEARNING_RATE = {"digits": 1e-3, "cifar10": 5e-5}
 
 
 def options(argv: Sequence[str] | None, most_devices: int = 1024) -> argparse.Namespace:
-    """Read the options of a script, from the command line where `argv` is None."""
+    """Parse a script's options from `argv`, or from the command line if `argv` is None."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--data", choices=["digits", "cifar10"], default="digits")
     parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--batch", type=int, default=32, help="images per step, over all devices")
-    parser.add_argument("--devices", type=int, default=1, help="processes, each with a GPU where there is one")
-    parser.add_argument("--images", type=int, default=10**6, help="train on the first so many images only")
+    parser.add_argument("--batch", type=int, default=32, help="images per step, across all devices")
+    parser.add_argument("--devices", type=int, default=1, help="processes, each with its own GPU if there are GPUs")
+    parser.add_argument("--images", type=int, default=10**6, help="train on only the first IMAGES images")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--save", metavar="FILE", help="where to save the trained model")
     args = parser.parse_args(argv)
     if min(args.epochs, args.batch, args.devices) < 1 or args.images < args.batch:
         parser.error("epochs, batch and devices must be 1 or more, and images must fill a batch")
     if args.devices > most_devices:
-        parser.error("plain PyTorch trains on one device here; from 02 on, Fabric takes several")
+        parser.error("plain PyTorch trains on one device here; from 02 on, Fabric can use several")
     if args.batch % args.devices:
-        parser.error("the batch must be a multiple of devices, so that each gets an equal part")
+        parser.error("the batch must be a multiple of devices, so that each device gets an equal part")
     return args
 
 
 def datasets(data: str) -> tuple[Dataset, Dataset, Dataset]:
-    """Images to train on, to validate on after each epoch, and to test on once, at the end."""
+    """Labelled images (3, H, W): to train on, to validate on after each epoch, and to test on once, at the end."""
     if data == "digits":
         stored = torch.load(DIGITS, weights_only=True)
         pixels = stored["images"].float().unsqueeze(1) / 16  # (N, 1, 8, 8), in [0, 1]
@@ -56,7 +56,7 @@ def datasets(data: str) -> tuple[Dataset, Dataset, Dataset]:
     transform = v2.Compose([v2.ToImage(), v2.Resize((224, 224)), v2.ToDtype(torch.float32, scale=True), normalise])
     folder, several = Path(torch.hub.get_dir(), "data"), dist.is_available() and dist.is_initialized()
     if several and dist.get_rank() > 0:
-        dist.barrier()  # the first process downloads, the others wait for it
+        dist.barrier()  # the first process downloads while the others wait for it
     learn, test = (CIFAR10(folder, train, transform=transform, download=True) for train in (True, False))
     if several and dist.get_rank() == 0:
         dist.barrier()
@@ -64,7 +64,7 @@ def datasets(data: str) -> tuple[Dataset, Dataset, Dataset]:
 
 
 def loaders(args: argparse.Namespace) -> tuple[DataLoader, DataLoader, DataLoader]:
-    """Loaders of batches: images (B, C, H, W), labels (B,). Each device gets its part of the batch."""
+    """Loaders to train, validate, test: images (B, C, H, W), labels (B,). A training batch is split among devices."""
     train, val, test = datasets(args.data)
     train = Subset(train, range(min(args.images, len(train))))
     if len(train) < args.batch:
@@ -90,6 +90,6 @@ def vit(data: str, pretrained: bool) -> VisionTransformer:
     else:
         model = vit_b_16(weights="IMAGENET1K_V1" if pretrained else None)
         model.heads.head = torch.nn.Linear(model.hidden_dim, 10)
-    # torchvision starts a head at zero; then no gradient reaches the layers below it in the first step
+    # torchvision initialises a head with zeros, so no gradient would reach the layers below it in the first step
     torch.nn.init.trunc_normal_(model.heads.head.weight, std=0.02)
     return model

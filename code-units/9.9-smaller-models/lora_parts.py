@@ -1,4 +1,4 @@
-"""What would distract in the notebook on LoRA: a step, a training, a figure, and the sizes of a LLaMA."""
+"""Helpers kept out of the notebook on LoRA: a training step, a training run, a figure, and a LLaMA's sizes."""
 
 from collections.abc import Callable
 from functools import cache
@@ -13,9 +13,9 @@ from speedlab.data import models
 
 
 def llama_sizes(width: int, hidden: int, layers: int, heads: int, rank: int) -> tuple[int, int, int]:
-    """Weights of a LLaMA with these sizes: all, those in its blocks' Linear layers, and those of adapters on these.
+    """Number of weights in a LLaMA: all, those in its blocks' Linear layers, and those of adapters on these layers.
 
-    It is built on the meta device: shapes without memory.
+    The model is built on the meta device, which has shapes but takes no memory.
     """
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -28,16 +28,16 @@ def llama_sizes(width: int, hidden: int, layers: int, heads: int, rank: int) -> 
     return sum(p.numel() for p in model.parameters()), sum(weight.numel() for weight in inside), adapters
 
 
-@cache  # half a second of tokenizing, for every training that is scored
+@cache  # tokenizing takes half a second, and every run that is scored would repeat it
 def short_test_labels(longest: int = 16) -> torch.Tensor:
-    """The labels (M,) of the test reviews of at most so many tokens, in the order of `students.short_reviews`."""
+    """The labels (M,) of the test reviews of at most `longest` tokens, in the order of `students.short_reviews`."""
     reviews = data.reviews("generated")
     encoded = models.tokenizer("small")(reviews.test_texts)["input_ids"]
     return reviews.test_labels[torch.tensor([len(row) <= longest for row in encoded])]
 
 
 def stepper(model: nn.Module, loss_fn) -> Callable[[], None]:
-    """A function that does one step of training on the parameters that are not frozen."""
+    """A function that takes one AdamW step on the parameters that are not frozen."""
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
 
     def step() -> None:
@@ -50,7 +50,7 @@ def stepper(model: nn.Module, loss_fn) -> Callable[[], None]:
 
 @torch.no_grad()
 def copy_to_peft(ours: nn.Module, theirs: nn.Module) -> None:
-    """Write the trained parameters of `ours` (A, B, head) into the model that peft made."""
+    """Copy the trained parameters of `ours` (A, B, head) into the model that peft built."""
     places = {n.replace(".default", "").replace("modules_to_save.", ""): p for n, p in theirs.named_parameters()}
     for name, parameter in ours.named_parameters():
         if parameter.requires_grad:
@@ -59,7 +59,7 @@ def copy_to_peft(ours: nn.Module, theirs: nn.Module) -> None:
 
 
 def memory_figure(sizes: dict[str, list[float]], title: str) -> tuple[Figure, str]:
-    """Stacked bars of MB: weights, gradients, optimizer state, saved bytes; and their totals as text."""
+    """Stacked bars in MB of weights, gradients, optimizer state and saved bytes, and each bar's total as text."""
     fig, ax = plots.figure(8, 2.8)
     columns = torch.tensor(list(sizes.values())).T  # (kinds, targets)
     for i, kind in enumerate(("weights", "gradients", "AdamW's state", "saved for backward")):
@@ -72,8 +72,8 @@ def memory_figure(sizes: dict[str, list[float]], title: str) -> tuple[Figure, st
 
 
 def accuracy(build, target: str, rate: float, seed: int = 0) -> tuple[float, float]:
-    """Train `build(target, seed)` for 60 steps on short reviews; % right on one half of the test reviews, to choose
-    the rate by, and on the other half."""
+    """Train `build(target, seed)` for 60 steps on short reviews; returns the accuracy in % on one half of the test
+    reviews, by which the rate is chosen, and on the other half."""
 
     def reader() -> nn.Module:
         reader = students.Reader()

@@ -1,4 +1,4 @@
-"""What the notebook on pruning needs beside its subject: a batched cut, a GPU's sparse product, pictures."""
+"""Helpers for the notebook on pruning: a batched cut, a paired comparison, a GPU's sparse product, and figures."""
 
 import warnings
 from collections.abc import Callable, Sequence
@@ -12,8 +12,8 @@ warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta"
 
 
 def cut_all(parameters: Sequence[torch.Tensor], width: int) -> list[torch.Tensor]:
-    """Networks of `seeded_nets` with so many neurons left in each hidden layer, of each seed those with the largest
-    product of norms: of the weights that lead to a neuron, and of those that lead away from it.
+    """Networks of `seeded_nets` cut to `width` neurons per hidden layer. Each seed keeps the neurons with the largest
+    product of two norms: that of the weights that lead to a neuron, and that of those that lead away from it.
     """
     parameters = [p.detach() for p in parameters]
 
@@ -29,20 +29,20 @@ def cut_all(parameters: Sequence[torch.Tensor], width: int) -> list[torch.Tensor
 
 
 def ahead(right: torch.Tensor, others: torch.Tensor) -> str:
-    """By how many points the first accuracies (seeds,) are higher, seed by seed, with the 95% interval."""
+    """How many points `right` (seeds,) is ahead of `others`, paired by seed: mean and 95% interval, as text."""
     return "{:+.1f} points ({:+.1f} to {:+.1f})".format(*runs.interval((right - others).tolist()))
 
 
 def operands(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """A square weight and a batch of inputs, large enough to keep the device busy; on a GPU in fp16."""
+    """A square weight and a batch of inputs, large enough to keep the device busy; fp16 on a GPU, fp32 on a CPU."""
     size, dtype = (4096, torch.float16) if device.type == "cuda" else (512, torch.float32)
     return torch.randn(size, size, device=device).to(dtype), torch.randn(size, size, device=device).to(dtype)
 
 
 def sparse_product(weight: torch.Tensor, x: torch.Tensor) -> Callable[[], torch.Tensor] | str:
-    """A function that multiplies x (B, in) by a 2:4 weight (out, in) on sparse units, or why there is none."""
+    """A function that multiplies x (B, in) by a 2:4 sparse weight (out, in) on Tensor Cores, or why there is none."""
     if x.device.type != "cuda" or torch.cuda.get_device_capability() < (8, 0):
-        return "no GPU with sparse units"
+        return "no GPU with sparse Tensor Cores"
     from torch.sparse import to_sparse_semi_structured
 
     sparse = to_sparse_semi_structured(weight)
@@ -50,7 +50,7 @@ def sparse_product(weight: torch.Tensor, x: torch.Tensor) -> Callable[[], torch.
 
 
 def size_figure(sparsity: Sequence[float], shares: dict[str, Sequence[float]]):
-    """Bytes of a sparse fp32 matrix against its sparsity, as shares of the dense one's."""
+    """A plot of a sparse fp32 matrix's bytes, as shares of the dense matrix's bytes, against its sparsity."""
     figure, ax = plots.figure(7.0, 3.4)
     lines = {name: ([100 * s for s in sparsity], values) for name, values in shares.items()}
     plots.curves(ax, lines, title="Bytes of a pruned matrix", x="zeros, %", y="share of dense bytes")
@@ -58,14 +58,14 @@ def size_figure(sparsity: Sequence[float], shares: dict[str, Sequence[float]]):
 
 
 def block_figure(left: float, keep: float, mlp: int):
-    """Bars of a block's operations before and after a cut that leaves this share, and the same as a sentence."""
+    """Bars of a block's operations before and after a cut that leaves the share `left`, and the result in words."""
     figure, ax = plots.figure(6.0, 2.0)
     plots.bars(ax, {"full": 100, "cut": 100 * left}, title="Operations of a block", label="%", form="{:.0f}")
     return figure, f"MLP of {mlp} neurons, {keep:.0%} kept: {left:.0%} of a block's operations are left"
 
 
 def accuracy_figure(right: dict[str, torch.Tensor]):
-    """Bars of the mean accuracy of each kind of network, with the smallest and the largest of its seeds."""
+    """Bars of each kind of network's mean accuracy, with the lowest and highest accuracy among its seeds."""
     figure, ax = plots.figure(7, 3.6)
     means = {name: a.mean().item() for name, a in right.items()}
     spread = {name: (a.min().item(), a.max().item()) for name, a in right.items()}

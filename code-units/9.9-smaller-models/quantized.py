@@ -1,4 +1,4 @@
-"""What the notebook on quantization needs beside its subject: modules, an optimizer's loop, a counter, a picture."""
+"""Helpers for the notebook on quantization: int8 modules, an 8-bit AdamW, a counter of bytes, figures."""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ from speedlab.data import models
 
 
 class Int8Linear(nn.Module):
-    """A Linear layer that stores integers (out, in) and scales, and makes fp32 weights of them in every call."""
+    """A Linear layer that stores integers (out, in) and scales, and rebuilds fp32 weights from them in every call."""
 
     def __init__(self, codes: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None):
         super().__init__()
@@ -32,19 +32,19 @@ class Int8Embedding(Int8Linear):
 
 
 def to_int8(model: nn.Module, quantize: Callable, *, words: bool = True, **how) -> nn.Module:
-    """A copy of a DistilBERT whose Linear layers are quantized and, with `words`, its table of word embeddings."""
+    """A copy of a DistilBERT, Linear layers quantized; `words` adds the word embeddings and the head tied to them."""
     small = copy.deepcopy(model)
     for name, part in list(small.named_modules()):
         if isinstance(part, nn.Linear) and (words or name != "vocab_projector"):
             small.set_submodule(name, Int8Linear(*quantize(part.weight.detach(), **how), part.bias))
-    if words:  # the same table is the last layer's weight
+    if words:  # the last layer's weight is the same table
         head = small.vocab_projector
         small.set_submodule("distilbert.embeddings.word_embeddings", Int8Embedding(head.codes, head.scale, None))
     return small
 
 
 def masked_reviews(count: int) -> tuple[nn.Module, dict[str, torch.Tensor], torch.Tensor, torch.Tensor]:
-    """The small DistilBERT as it was pretrained, reviews with masked words (B, T), the mask, the words under it."""
+    """The small pretrained DistilBERT, inputs with masked tokens (B, T), the mask (B, T), the masked tokens (N,)."""
     from transformers import AutoModelForMaskedLM
     from transformers.utils import logging
 
@@ -60,9 +60,9 @@ def masked_reviews(count: int) -> tuple[nn.Module, dict[str, torch.Tensor], torc
 
 
 class AdamW8bit(torch.optim.Optimizer):
-    """AdamW that keeps its averages m and v as `pack(x, power)` made them: a pair of tensors that `unpack` reads.
+    """AdamW that keeps its averages m and v packed: `pack(x, power)` returns a pair of tensors that `unpack` reads.
 
-    `powers` are those of m and v. Tensors of fewer than `smallest` numbers keep theirs in fp32, as in bitsandbytes.
+    `powers` are those for m and v. Tensors of fewer than `smallest` numbers keep m and v in fp32, as in bitsandbytes.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class _Traffic(TorchDispatchMode):
 
 
 def traffic(work: Callable[[], object]) -> int:
-    """Bytes that the operations of `work()` read and write, each operation's inputs and outputs counted once."""
+    """Bytes that the operations of `work()` read and write: the inputs and outputs of every operation but views."""
     with _Traffic() as seen:
         seen.bytes = 0
         work()
@@ -126,10 +126,10 @@ def moved(
     lr: float,
     rounding: Callable = torch.round,
 ) -> tuple[float, float]:
-    """The share of integers in a model's Linear layers that one step of AdamW changes, and what arrives of the step.
+    """The share of integers in a model's Linear layers that one AdamW step changes, and how much of the step arrives.
 
-    The model starts from the integers as fp32 numbers; after the step its weights are rounded with the same scales.
-    What arrives is how far the integers move in the direction of the step, in all, as a share of the step's length.
+    The weights start as integers times scales, in fp32, and after the step are rounded with the same scales.
+    What arrives is the total distance that the integers move in the step's direction, as a share of its total length.
     """
     learner, before = copy.deepcopy(model), []
     for weight in [part.weight for part in learner.modules() if isinstance(part, nn.Linear)]:
@@ -146,9 +146,9 @@ def moved(
 
 
 def fitted(w: torch.Tensor, bits: int) -> torch.Tensor:
-    """w rounded to so many bits, each row (..., in) at that one of 41 scales that gives the least squared error.
+    """w (..., out, in) rounded to `bits` bits, each row with whichever of 41 scales gives it the least squared error.
 
-    The scales go from the row's largest number over 2^(bits - 1) - 1, as `quantize` has it, down to a fifth of that.
+    The scales run from the row's largest absolute value over 2^(bits - 1) - 1, as in `quantize`, to a fifth of that.
     """
     top = 2 ** (bits - 1) - 1
     largest = (w.abs().amax(-1, keepdim=True) / top).clamp_min(torch.finfo(w.dtype).tiny)
@@ -165,32 +165,32 @@ def square_matrices(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def float8_product(a: torch.Tensor, b: torch.Tensor, to_float8: Callable) -> Callable[[], torch.Tensor] | str:
-    """A function that casts both matrices and multiplies them in float8; where no hardware does, the reason."""
+    """A function that casts both matrices to float8 and multiplies them, or the reason why this hardware cannot."""
     if a.device.type != "cuda" or torch.cuda.get_device_capability() < (8, 9):
         return "no GPU with float8"
 
     def product() -> torch.Tensor:
         (a8, scale_a), (b8, scale_b) = to_float8(a), to_float8(b)
-        by_column = b8.T.contiguous().T  # the layout that the hardware asks for, copied in 8 bits
+        by_column = b8.T.contiguous().T  # the layout that the hardware requires; the copy is of 8-bit numbers
         return torch._scaled_mm(a8, by_column, scale_a=scale_a, scale_b=scale_b, out_dtype=torch.bfloat16)
 
     return product
 
 
 def checked(product: Callable[[], torch.Tensor], exact: torch.Tensor) -> tuple[float, Callable | str]:
-    """The share of a product's elements that are wrong; and the product itself, or a reason where any is."""
+    """The share of wrong elements in a product, and the function itself or, if any is wrong, the reason."""
     wrong = ((product() - exact).abs() > 1e-3).double().mean().item()
     return wrong, "its sums are wrong" if wrong else product
 
 
 def staircase(quantize: Callable, row: torch.Tensor, bits: int, outlier: float, each_row: bool):
-    """An ordinary row of weights against what is stored of it beside a row with an outlier: a figure, and a text."""
+    """An ordinary row of weights against its stored values, quantized with a row of outliers: a figure and a text."""
     codes, scale = quantize(torch.stack([row, torch.full_like(row, outlier)]), bits, each_row)
     figure, ax = plots.figure(6.0, 3.4)
     reach = row.abs().max().item()
     ax.plot([-reach, reach], [-reach, reach], "--", color=plots.COLOURS[6], label="exact")
     ax.plot(row, (codes * scale)[0], "o", markersize=4, color=plots.COLOURS[0], label=f"in {bits} bits")
-    ax.set(xlabel="weight", ylabel="what is stored", title="An ordinary row")
+    ax.set(xlabel="weight", ylabel="stored value", title="An ordinary row")
     ax.legend()
     text = f"{bits} bits, outlier {outlier:g}, {'a scale for each row' if each_row else 'one scale'}: "
     return figure, f"{text}{(codes[0] == 0).double().mean().item():.0%} of an ordinary row becomes zero"

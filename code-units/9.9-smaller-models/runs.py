@@ -1,4 +1,4 @@
-"""Hundreds of small trainings side by side, for notebooks 1 and 2: one batched product does a layer of them all."""
+"""Hundreds of small training runs side by side, for notebooks 1 and 2: one batched product per layer for all."""
 
 import copy
 import functools
@@ -18,7 +18,7 @@ Weights = list[torch.Tensor]
 
 @functools.cache
 def digits() -> tuple[torch.Tensor, ...]:
-    """Handwritten digits of 8 × 8 pixels as rows of 64 numbers: 1,024 to train on and their labels, 773 held out."""
+    """Handwritten digits of 8 × 8 pixels as rows of 64 numbers, with labels: 1,024 to train on, 773 held out."""
     found = data.images("digits")
     images, labels = (torch.cat(pair) for pair in zip(found.train.tensors, found.val.tensors, strict=True))
     images = F.avg_pool2d(images[:, :1], 4).flatten(1)
@@ -27,22 +27,22 @@ def digits() -> tuple[torch.Tensor, ...]:
 
 
 def network(seed: int) -> nn.Module:
-    """The network that all runs train; the seed decides its first weights."""
+    """The network that all runs train; the seed decides its initial weights."""
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 10))
 
 
 def batches(seed: int, steps: int, batch: int) -> torch.Tensor:
-    """Which samples each step sees, (steps, batch): every epoch shuffled anew, the same for any number of steps."""
+    """Indices of each step's samples, (steps, batch), reshuffled every epoch; more steps only extend the sequence."""
     generator, per_epoch = torch.Generator().manual_seed(seed), SAMPLES // batch
     epochs = [torch.randperm(SAMPLES, generator=generator) for _ in range(-(-steps // per_epoch))]
     return torch.cat([order[: per_epoch * batch].view(per_epoch, batch) for order in epochs])[:steps]
 
 
 def plain(shape: Callable, steps: int, peak: float, begin: tuple | None = None) -> dict[int, tuple]:
-    """A plain loop with PyTorch's SGD: the checkpoint (step, model, optimizer) after every step.
+    """A plain loop with PyTorch's SGD; returns, by step, the checkpoint (step, model, optimizer) after it.
 
-    The rate of step t is `peak * shape(t, steps)`. It starts at step 0, or where the checkpoint `begin` stopped.
+    The rate of step t is `peak * shape(t, steps)`. The loop starts at step 0, or where checkpoint `begin` stopped.
     """
     images, labels, *_ = digits()
     model, history, order = network(seed=0), {}, batches(0, steps, 16)
@@ -62,14 +62,14 @@ def plain(shape: Callable, steps: int, peak: float, begin: tuple | None = None) 
 
 
 def logits(weights: Weights, images: torch.Tensor) -> torch.Tensor:
-    """What R networks answer, (R, N, 10), to their own images (R, N, 64)."""
+    """Logits (R, N, 10) of R networks for their own images (R, N, 64)."""
     first, first_bias, last, last_bias = weights
     hidden = F.gelu(torch.baddbmm(first_bias[:, None], images, first.mT))
     return torch.baddbmm(last_bias[:, None], hidden, last.mT)
 
 
 def losses(weights: Weights, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """The loss of each sample, (R, N)."""
+    """The loss of each network on each of its samples, (R, N)."""
     return F.cross_entropy(logits(weights, images).transpose(1, 2), labels, reduction="none")
 
 
@@ -89,11 +89,11 @@ def train(
     labels: torch.Tensor | None = None,
     choose: Callable | None = None,
 ) -> dict[int, tuple[Weights, list[dict]]]:
-    """Train R networks, network r with the learning rates `rates[:, r]` on the batches of `seeds[r]`.
+    """Train R networks: network r has learning rates `rates[:, r]`, and initial weights and batches from `seeds[r]`.
 
     `update(weight, gradient, rate, state)` changes a weight in place; `labels` (R, 1024) replace the true ones.
-    `choose(losses, step)`, if given, gets the losses (R, batch) of a pass without gradients and says which rows each
-    network trains on, (R, kept). Returned are the weights and states after each number of steps in `looks`.
+    `choose(losses, step)`, if given, gets the losses (R, batch) of a pass without gradients and returns the positions
+    (R, kept) that each network trains on. Returns the weights and states after each number of steps in `looks`.
     """
     images, true_labels, *_ = digits()
     labels = true_labels.expand(len(seeds), -1) if labels is None else labels
@@ -118,13 +118,13 @@ def train(
 
 
 def interval(values: Sequence[float]) -> tuple[float, float, float]:
-    """The mean of eight values, and its 95% interval (Student's t with 7 degrees of freedom: 2.365)."""
+    """The mean of eight values and the ends of its 95% interval (Student's t with 7 degrees of freedom: 2.365)."""
     if len(values) != 8:
-        raise ValueError(f"The interval needs eight values, one per seed, but got {len(values)}.")
+        raise ValueError(f"The interval needs eight values, one per seed; there are {len(values)}.")
     half = 2.365 * statistics.stdev(values) / math.sqrt(8)
     return tuple(statistics.mean(values) + side * half for side in (0, -1, 1))
 
 
 def ratio_interval(ratios: Sequence[float]) -> tuple[float, float, float]:
-    """The geometric mean of eight ratios, and its 95% interval."""
+    """The geometric mean of eight ratios and the ends of its 95% interval."""
     return tuple(map(math.exp, interval([math.log(ratio) for ratio in ratios])))

@@ -1,4 +1,4 @@
-"""A schedule is a list of numbers: write it down, and look at it, before you pay for the run."""
+"""A schedule is a list of numbers: write it down and look at it before you pay for the run."""
 
 import warnings
 from collections.abc import Callable
@@ -8,15 +8,15 @@ import torch
 
 
 def in_order(optimizer: torch.optim.Optimizer, scheduler: torch.optim.lr_scheduler.LRScheduler) -> None:
-    """One update as it should be: the optimizer first, then the scheduler."""
+    """One update in the right order: the optimizer first, then the scheduler."""
     optimizer.step()
     scheduler.step()
 
 
 def planned(make: Callable, steps: int, loop: Callable = in_order) -> list[float]:
-    """The rates that so many updates use, as shares of the peak, without training.
+    """The rates that `steps` updates use, as shares of the peak, found without training.
 
-    `make(optimizer)` builds the scheduler; `loop(optimizer, scheduler)` is one update, in the order of your own loop.
+    `make(optimizer)` builds the scheduler; `loop(optimizer, scheduler)` does one update, in your own loop's order.
     """
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0, momentum=0.9)
     scheduler, rates = make(optimizer), []
@@ -27,7 +27,7 @@ def planned(make: Callable, steps: int, loop: Callable = in_order) -> list[float
 
 
 def dry_run(make: Callable, steps: int, loop: Callable = in_order) -> str:
-    """What is wrong with a decaying schedule over so many updates; an empty text where nothing is."""
+    """What is wrong with a decaying schedule over `steps` updates; an empty string if nothing is."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")

@@ -1,4 +1,4 @@
-"""What would distract in the notebook on distillation: fine-tuning a teacher, and many students trained at once."""
+"""Helpers kept out of the notebooks on distillation: fine-tuning a model, and training many students at once."""
 
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -14,7 +14,7 @@ from speedlab.display import Table, table
 
 def fine_tune(build, inputs: torch.Tensor, targets: torch.Tensor, steps: int, rate: float, seed: int = 0,
               batch: int = 25, loss_fn=F.cross_entropy, dropout: bool = True) -> nn.Module:  # fmt: skip
-    """Fine-tune `build()` on (N, ...) inputs and their targets: AdamW, one-cycle, batches in the seed's order."""
+    """Fine-tune `build()` on inputs (N, ...) and targets with AdamW, one-cycle and batches shuffled by the seed."""
     generator = machine.seed_everything(seed)
     model = build().train(dropout)
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, fused=True)
@@ -37,7 +37,7 @@ def predict(model: nn.Module, inputs: torch.Tensor, batch: int = 200) -> torch.T
 
 @cache
 def short_reviews(longest: int = 16) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Generated reviews of at most so many tokens: tokens (N, T) and labels (N,) to train on, tokens to test on."""
+    """Reviews of at most `longest` tokens: tokens (N, T) and labels (N,) to train on, tokens (M, T) to test on."""
     reviews, tokenizer = data.reviews("generated"), models.tokenizer("small")
     train, test = (
         tokenizer(texts, padding="max_length", max_length=64, return_tensors="pt")["input_ids"]
@@ -61,7 +61,7 @@ class Reader(nn.Module):
 class Students(nn.Module):
     """S networks of one hidden layer, side by side: pixels (S, B, P) in, logits (S, B, K) out.
 
-    Nothing connects them, so that the gradient of the sum of their losses is each one's own gradient.
+    Nothing connects them, so the gradient of the sum of their losses gives each one its own gradient.
     """
 
     def __init__(self, seeds: int, pixels: int, width: int, labels: int, generator: torch.Generator):
@@ -82,8 +82,8 @@ def train(loss_fn, pixels: torch.Tensor, rows: torch.Tensor, targets: torch.Tens
           steps: int, width: int = 32, batch: int = 50, seed: int = 0) -> Students:  # fmt: skip
     """Train S students at each of R rates, all at once: student s on pixels[rows[s]] (n, P) and targets[s] (n, ...).
 
-    Adam, written out, as each student has a rate of its own; a rate is constant for the first half of the steps, then
-    falls linearly to nothing. The students of the first rate come first; those of the others start alike.
+    Adam is written out, since each student has a rate of its own, constant for the first half of the steps and then
+    falling linearly to zero. The S students of the first rate come first; those of the other rates start the same.
     """
     generator = torch.Generator().manual_seed(seed)
     (seeds, number), copies = rows.shape, len(rates)
@@ -98,7 +98,7 @@ def train(loss_fn, pixels: torch.Tensor, rows: torch.Tensor, targets: torch.Tens
         due = targets[each, drawn]  # (S, B, ...)
         logits = students(pixels[rows[each, drawn]].repeat(copies, 1, 1))
         loss = loss_fn(logits.flatten(0, 1), due.flatten(0, 1).repeat(copies, *[1] * (due.ndim - 2)))
-        # for each student the mean over its batch
+        # the gradient of each student's own mean loss over its batch
         gradients = torch.autograd.grad(copies * seeds * loss, list(students.parameters()))
         rate = own * min(1.0, 2 * (1 - step / steps))
         with torch.no_grad():
@@ -121,15 +121,15 @@ def answers(
     rates=(3e-4, 1e-3, 3e-3, 1e-2, 3e-2),
     steps: int = 400,
 ) -> tuple[torch.Tensor, float | None, float]:
-    """Train as `train` does, with each loss at each rate, and keep what is best on every other test image.
+    """Train with each loss at each rate, as `train` does, and keep the pair that is best on every other test image.
 
-    Returns the labels (S, M) that the students then give the other half, the loss's temperature, and the rate.
+    Returns the labels (S, M) that its students give to the other half, the loss's temperature, and the rate.
     """
     found = {}
     for temperature, loss_fn in loss_fns.items():
         with torch.enable_grad():
             students = train(loss_fn, pixels, rows, targets, rates, steps)
-        said_at = students(test_pixels).argmax(-1).split(len(rows))  # for each rate (S, test images)
+        said_at = students(test_pixels).argmax(-1).split(len(rows))  # one (S, test images) per rate
         for said, rate in zip(said_at, rates, strict=True):
             right = (said == test_labels)[:, ::2].float().mean().item()
             found[right] = (said[:, 1::2], temperature, rate)
@@ -137,17 +137,17 @@ def answers(
 
 
 def share(said: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    """How many of the labels (S, M) are the expected ones, for each student in %: (S,)."""
+    """The percentage of each student's labels (S, M) that are the expected ones: (S,)."""
     return 100.0 * (said == expected).float().mean(-1)
 
 
 def repeated(said: torch.Tensor, truth: torch.Tensor, taught: torch.Tensor) -> float:
-    """How many of their teachers' mistakes the students (S, M) repeat, in %."""
+    """The percentage of their teachers' mistakes that the students repeat; `said` is (S, M)."""
     return 100 * (said == taught)[(taught != truth).expand_as(said)].float().mean().item()
 
 
 def show(learned: dict[str, tuple], truth: torch.Tensor, taught: torch.Tensor, caption: str) -> Table:
-    """What each variant's students got right, how often they agree with their teacher, and what was chosen."""
+    """A table: what each variant's students got right, how often they agree with the teacher, what was chosen."""
     rows = []
     for name, (said, temperature, rate) in learned.items():
         right = share(said, truth)
@@ -160,10 +160,10 @@ def show(learned: dict[str, tuple], truth: torch.Tensor, taught: torch.Tensor, c
 
 def agreement(build, inputs: torch.Tensor, says: torch.Tensor, unseen: torch.Tensor, expected: torch.Tensor,
               loss_fn) -> tuple[torch.Tensor, float]:  # fmt: skip
-    """Train `build()` on the teacher's logits from three seeds, each for 60 steps.
+    """Train `build()` on the teacher's logits `says` with three seeds, for 60 steps each.
 
-    Returns in % how often the students give the teacher's answers to one half of the unseen inputs (3,), and the
-    rate, which is that of four which the first seed finds best on the other half.
+    Returns how often, in %, each student gives the teacher's answer on one half of the unseen inputs (3,), and the
+    rate, which is the best of four for the first seed on the other half.
     """
 
     def same(rate: float, seed: int) -> torch.Tensor:

@@ -23,7 +23,7 @@ def words(text: str) -> list[str]:
 
 
 class Reviews(Dataset):
-    """Texts as token ids (LONGEST,), padded; looked up word by word whenever a sample is asked for."""
+    """Padded token ids (LONGEST,) and a label per review; each request for a sample looks up its words one by one."""
 
     def __init__(self, count: int = 320):
         reviews = data.reviews("generated")
@@ -44,7 +44,7 @@ class Reviews(Dataset):
 
 
 class Attention(nn.Module):
-    """Self-attention, one head after the other; (B, T, C) -> (B, T, C)."""
+    """Self-attention, one head after another; (B, T, C) -> (B, T, C)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple, log: list | None = None) -> torch.Tensor:
-    """One step; loss and accuracy are written down after each."""
+    """One step, with its loss and accuracy logged; returns the loss."""
     tokens, labels = batch
     optimizer.zero_grad()
     logits = model(tokens)
@@ -116,7 +116,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple, log: 
 
 
 def train(steps: int, seed: int = 0) -> list[dict]:
-    """Train from the start, and return what was written down."""
+    """Train from scratch and return the log: the loss and accuracy of every step."""
     torch.manual_seed(seed)
     dataset = Reviews()
     model = Classifier(len(dataset.vocabulary) + 2)

@@ -1,6 +1,6 @@
-"""Twelve training steps, each slow for one reason of its own but for the last, which is well; for the notebooks here.
+"""Twelve training steps for the notebooks here: eleven with one fault each, and a healthy one.
 
-Each function returns a fresh Job. What it suffers from stands in ILLS, under its name.
+Each function without parameters returns a fresh Job. ILLS holds its remedy, under the function's name.
 """
 
 import torch
@@ -78,7 +78,7 @@ def many_small_operations() -> Job:
 
 
 class Chain(nn.Module):
-    """A linear layer between forty pointwise operations."""
+    """Fifty pointwise operations, then a linear layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ class Tagger(nn.Module):
 
 
 def similar_lengths(size: int, longest: int = 20) -> tuple:
-    """Tokens (size, longest) of rows that have 6 to 19 tokens, or `longest` of them, and their labels."""
+    """Tokens (size, longest) and labels; the first row has `longest` tokens, every other row 6 to 19."""
     lengths = torch.randint(6, 20, (size, 1))
     lengths[0] = longest
     tokens = torch.randint(1, 1000, (size, longest))
@@ -127,12 +127,12 @@ def padding() -> Job:
         tokens, labels = batch
         return loss_fn(lambda x: model(x).flatten(0, 1), (tokens, labels.flatten()))
 
-    # one row of 64 tokens makes all the others as long
+    # one row of 64 tokens makes all others be padded to its length
     return usual(make_model=Tagger, make_batch=lambda n: similar_lengths(n, 64), loss_fn=loss, batch_size=64)
 
 
 class Flat(nn.Module):
-    """Compiled without open sizes, so that every new length is compiled again."""
+    """Compiled without dynamic shapes, so every new batch size is compiled again."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -168,7 +168,7 @@ def peak_too_high() -> Job:
 
 
 class Averaged(torch.autograd.Function):
-    """Passes a tensor on; its gradient is averaged over all processes."""
+    """Passes a tensor on unchanged, and averages its gradient over all processes."""
 
     @staticmethod
     def forward(ctx, x):
@@ -182,7 +182,7 @@ class Averaged(torch.autograd.Function):
 
 
 class Exchanging(nn.Module):
-    """Averages the gradients of activations over the processes, where data parallel training takes the weights'."""
+    """Averages gradients of activations over the processes, where data parallelism averages those of the weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -203,7 +203,7 @@ def healthy() -> Job:
 
 
 def show_waits(estimates: dict[str, Estimate]) -> None:
-    """Stacked bars of what each step waits for, as shares of it and of its data."""
+    """Stacked bars of what each step waits for, as shares of the time of the step and its data."""
     figure, ax = plots.figure(8, 4)
     for place, (letter, e) in enumerate(estimates.items()):
         parts, left = {**e.by_bound, "data": e.data}, 0.0
@@ -213,16 +213,16 @@ def show_waits(estimates: dict[str, Estimate]) -> None:
                     label=wait if place == 0 else None)  # fmt: skip
             left += share
     ax.invert_yaxis()
-    ax.set(title="What each step waits for, by the estimate", xlabel="share of the step")
+    ax.set(title="What each step waits for, as estimated", xlabel="share of the step")
     figure.legend(loc="outside lower center", ncols=5)
     alt = "; ".join(f"{letter} {e.regime}" for letter, e in estimates.items())
     plots.show(figure, f"Stacked bars of what each of twelve steps waits for. The largest part: {alt}.")
 
 
-# Round figures of a small accelerator, so that what the rules say is the same on every machine: seconds per launch,
+# Round figures for a small accelerator, so that the rules say the same on every machine: seconds per launch,
 # bytes per second, FLOPs per second, bytes per second between processes.
 DEVICE = Device("a small accelerator", 5e-6, 20e9, {"fp32": 0.3e12, "bf16": 1.2e12}, link=1e9)
-# the limit that one of them breaks, in bytes
+# the memory limit in bytes, which only peak_too_high exceeds
 MEMORY = 64 * 2**20
 ILLS = {
     "data": "load in other processes",

@@ -1,4 +1,4 @@
-"""The training of first_project.py, with every change that notebook 3 proved equal and kept.
+"""The training run of first_project.py with every change that notebook 3 proved equivalent and kept.
 
 python second_version.py --steps 20
 """
@@ -27,7 +27,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple, log: 
 
 
 def cut(batch: tuple) -> tuple[torch.Tensor, torch.Tensor]:
-    """A batch whose width is that of its longest text."""
+    """The batch, cut to the length of its longest text."""
     tokens, labels = batch
     return tokens[:, : int((tokens != PAD).sum(1).max())], labels
 
@@ -51,7 +51,7 @@ def fused(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def train(steps: int, seed: int = 0, every: int = 10) -> list[float]:
-    """Train from the start; returns the losses, which are read once every so many steps."""
+    """Train from scratch; returns the losses, which are read from the device once per `every` steps."""
     torch.manual_seed(seed)
     dataset = Reviews()
     model = Classifier(len(dataset.vocabulary) + 2, OneCall)

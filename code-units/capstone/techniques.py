@@ -1,6 +1,6 @@
-"""Every technique of the course as a row: what it costs, when it loses, and a training step that has it, to count.
+"""Every technique of the course as a row: what it saves and costs, where it loses, and how to apply it to a step.
 
-The steps are those of one small text classifier. Each technique changes the slow step that `slow()` returns.
+All steps train one small text classifier. Each technique changes the slow step that `slow()` returns.
 """
 
 import dataclasses
@@ -56,7 +56,7 @@ class Classifier(nn.Module):
 
 
 class Adapted(nn.Module):
-    """A frozen layer with a trainable update of rank 4, as LoRA has it."""
+    """A frozen layer with a trainable update of rank `rank`, as in LoRA."""
 
     def __init__(self, layer: nn.Linear, rank: int = 4):
         super().__init__()
@@ -69,7 +69,7 @@ class Adapted(nn.Module):
 
 
 class Distilled(nn.Module):
-    """A student of half the width, beside the frozen teacher whose answers it learns."""
+    """A student of half the width, along with the frozen teacher whose answers it learns."""
 
     def __init__(self):
         super().__init__()
@@ -77,14 +77,14 @@ class Distilled(nn.Module):
 
 
 def padded(size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """A batch of texts of 6 to 32 tokens, padded to 32."""
+    """A batch of texts of 6 to 32 tokens, padded to 32, and labels."""
     lengths = torch.linspace(6, LENGTH, size).long()[:, None]
     tokens = torch.randint(1, 1000, (size, LENGTH)).where(torch.arange(LENGTH) < lengths, 0)
     return tokens, torch.arange(size) % 4
 
 
 def similar(size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The average batch when texts of similar length share one: the mean of the shortest and the longest."""
+    """The average batch when texts of similar length share one: as long as the mean of shortest and longest text."""
     return torch.randint(1, 1000, (size, (6 + LENGTH) // 2)), torch.arange(size) % 4
 
 
@@ -128,7 +128,7 @@ def accumulating(model: nn.Module, optimizer: torch.optim.Optimizer, batch: tupl
 
 
 def exchanging(model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple) -> torch.Tensor:
-    """One rank's part: a quarter of the batch, and an all-reduce of every gradient (a sum: only counts matter)."""
+    """One rank's part: a quarter of the batch, and an all-reduce of every gradient (a sum, as only counts matter)."""
     optimizer.zero_grad()
     found = loss_fn(model, tuple(part.chunk(RANKS)[0] for part in batch))
     found.backward()
@@ -140,7 +140,7 @@ def exchanging(model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple)
 
 
 def choosing(model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple) -> torch.Tensor:
-    """Selective backprop: a forward pass of all, then a step on the half with the largest losses."""
+    """Selective backprop: a forward pass on all samples, then a step on the half with the largest losses."""
     tokens, labels = batch
     with torch.no_grad():
         losses = F.cross_entropy(model(tokens), labels, reduction="none")
@@ -171,7 +171,7 @@ def head_only() -> nn.Module:
 
 
 def slow(**changed) -> Job:
-    """The step that everything is compared with: fp32, padded, plain attention, a loop over tensors, a loss read."""
+    """The step to compare with: fp32, padding, plain attention, AdamW tensor by tensor, the loss read every step."""
     given = dict(make_model=Classifier, make_batch=padded, loss_fn=loss_fn, make_optimizer=adam, batch_size=BATCH)
     return Job(**{**given, "step": logging, **changed})
 
@@ -181,7 +181,7 @@ def changed(job: Job, **fields) -> Job:
 
 
 class Parsed(Dataset):
-    """Texts as numbers with commas between, taken apart whenever a sample is asked for."""
+    """Texts as comma-separated numbers, parsed each time a sample is requested."""
 
     def __len__(self) -> int:
         return 2**15
@@ -197,7 +197,7 @@ def parsed(size: int) -> DataLoader:
 
 @dataclass(frozen=True)
 class Technique:
-    """A row of the table. `loses` says with what; `apply` changes a job; `rungs` are its names in the ladders."""
+    """A row of the table. `loses`: with what it loses; `apply` changes a job; `rungs` are its names in ladders."""
 
     name: str
     unit: str
@@ -222,41 +222,41 @@ TECHNIQUES = (
     Technique("fused optimizer", "9.4, 9.5", "time", "Lightning refuses to clip in mixed precision",
               "steps that are mostly products",
               lambda job: changed(job, make_optimizer=fused_adam), ("fused optimizer",)),
-    Technique("bf16 autocast", "9.1", "both", "numbers of under three digits", "hardware without bf16; small batches",
+    Technique("bf16 autocast", "9.1", "both", "under 3 digits of precision", "hardware without bf16; small batches",
               _loss(autocast_loss),
               ("bf16 autocast",)),
-    Technique("bf16 weights", "9.1", "memory", "small updates vanish", "no copy in fp32",
+    Technique("bf16 weights", "9.1", "memory", "small updates vanish", "no fp32 master weights",
               lambda job: changed(job, make_model=lambda: Classifier().to(torch.bfloat16)),
               ("bf16 weights, fp32 master",)),
     Technique("data parallelism, 4 ranks", "9.2, 9.3", "time", "4 devices; gradients travel",
               "slow networks, small batches", lambda job: changed(job, step=exchanging)),
     Technique("FSDP", "9.3", "memory", "weights travel too", "models that fit", None),
-    Technique("tensor, pipeline, sequence parallelism", "9.2", "memory", "code; activations travel",
+    Technique("tensor, pipeline, sequence parallelism", "9.2", "memory", "more code; activations travel",
               "models that fit", None),
-    Technique("scaled_dot_product_attention", "9.6", "both", "attention weights unseen", "short sequences; some CPUs",
+    Technique("scaled_dot_product_attention", "9.6", "both", "no attention weights", "short sequences; some CPUs",
               _model(fused=True)),
-    Technique("torch.compile", "9.4", "time", "compiling; again at new shapes", "short runs, changing shapes", None,
+    Technique("torch.compile", "9.4", "time", "compiling, again at new shapes", "short runs, changing shapes", None,
               ("compile", "compile, bucketed shapes")),
-    Technique("4 times the batch", "9.5", "time", "fewer updates; tune again", "steps that are mostly products",
+    Technique("4 times the batch", "9.5", "time", "fewer updates; retuning", "steps that are mostly products",
               lambda job: changed(job, batch_size=4 * job.batch_size), ("larger batch",)),
     Technique("gradient accumulation", "9.6", "memory", "more, smaller operations", "BatchNorm; small batches",
               lambda job: changed(job, step=accumulating)),
-    Technique("checkpointing", "9.6", "memory", "most of forward twice", "memory full of state",
+    Technique("checkpointing", "9.6", "memory", "most of the forward pass twice", "memory full of state",
               _model(checkpointing=True)),
-    Technique("batches of similar length", "9.7", "both", "a little less random order", "texts of one length",
+    Technique("batches of similar length", "9.7", "both", "a slightly less random order", "texts of one length",
               lambda job: changed(job, make_batch=similar), ("length bucketing",)),
-    Technique("loader workers", "9.7", "time", "memory for each", "cheap data sets", None),
+    Technique("loader workers", "9.7", "time", "memory per worker", "data that is cheap to load", None),
     Technique("head only, body frozen", "9.8, 9.9", "both", "accuracy", "tasks far from the pretraining",
               lambda job: changed(job, make_model=head_only)),
     Technique("a schedule", "9.9", "time", "you must know its length", "a small learning rate", None,
               ("one-cycle schedule",)),
-    Technique("selective backprop, half", "9.9", "both", "a forward pass more", "noisy labels; keeping over 2/3",
+    Technique("selective backprop, half", "9.9", "both", "one more forward pass", "noisy labels; keeping > 2/3",
               lambda job: changed(job, step=choosing)),
-    Technique("quantization after training", "9.9", "memory", "accuracy below 8 bits", "training: no faster",
+    Technique("quantization after training", "9.9", "memory", "accuracy below 8 bits", "training (no faster)",
               None),
-    Technique("pruning: half of each MLP", "9.9", "both", "accuracy; train again", "single zeros: they save nothing",
+    Technique("pruning: half of each MLP", "9.9", "both", "accuracy; retraining", "single zeros, which save nothing",
               _model(hidden=2 * WIDTH)),
-    Technique("distillation: half the width", "9.9", "both", "a teacher", "labels for every sample",
+    Technique("distillation: half the width", "9.9", "both", "a teacher", "a label for every sample",
               _loss(distilling_loss, make_model=Distilled)),
     Technique("LoRA, rank 4", "9.9", "both", "may learn less", "memory full of activations",
               lambda job: changed(job, make_model=adapted)),

@@ -1,6 +1,6 @@
-"""One training step of DistributedDataParallel, profiled on every rank; rank 0 writes one trace of all of them.
+"""One training step of DistributedDataParallel, profiled on every rank; rank 0 writes one trace with all ranks.
 
-Usage, through speedlab.launch: traced_ddp.py FILE BUCKET_MIB SLEEP, where rank 1 sleeps so many seconds in forward.
+Usage, through speedlab.launch: traced_ddp.py FILE BUCKET_MIB SLEEP, where rank 1 sleeps SLEEP seconds in forward.
 """
 
 import json
@@ -36,7 +36,7 @@ def step() -> None:
     optimizer.step()
 
 
-for _ in range(3):  # DDP puts its buckets in order after the first step
+for _ in range(3):  # DDP rebuilds its buckets after the first step
     step()
 dist.barrier()
 with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as recording:
@@ -51,7 +51,7 @@ if rank == 0:
     first = min(e["ts"] for part in gathered for e in part)
     slim = []
     for number, part in enumerate(gathered):
-        # the system's numbers mean nothing elsewhere: 0 is the thread that has the most to do, which is Python's
+        # the system's thread ids mean nothing elsewhere, so 0 is the thread with the most events, which is Python's
         threads = [thread for thread, _ in Counter(e["tid"] for e in part).most_common()]
         for e in part:
             if e["cat"] in ("cpu_op", "user_annotation"):

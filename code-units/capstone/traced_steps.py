@@ -1,4 +1,4 @@
-"""A training step with habits that a trace shows, in a file so that stacks name its lines; and how it is traced."""
+"""A training step with habits that a trace shows, in a file so that stacks name its lines, and how to trace it."""
 
 import contextlib
 import functools
@@ -21,7 +21,7 @@ def network(layers: int, width: int = 64) -> nn.Sequential:
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: torch.Tensor, log: list | None = None) -> None:
-    """One step. With a `log` it also reads the loss and the largest weight, as people do who look for a bug."""
+    """One step. With a `log` it also reads the loss and the largest weight, as people do when they look for a bug."""
     optimizer.zero_grad()
     loss = F.mse_loss(model(inputs), inputs)
     if log is not None:
@@ -40,7 +40,7 @@ def largest(model: nn.Module) -> float:
 
 
 def nodes(loss: torch.Tensor) -> int:
-    """The nodes of autograd's graph, without those that add to a parameter's gradient."""
+    """The number of nodes in the loss's autograd graph, without those that accumulate a parameter's gradient."""
     todo, seen = [loss.grad_fn], set()
     while todo:
         node = todo.pop()
@@ -51,7 +51,7 @@ def nodes(loss: torch.Tensor) -> int:
 
 
 def traced(work: Callable[[], object], **options) -> tuple[list[dict], profile]:
-    """The events of `work()`, run a second time under the profiler, read from the trace file; and the profiler."""
+    """Run `work()` twice, the second time under the profiler; returns that run's trace events and the profiler."""
     work()
     with profile(activities=[ProfilerActivity.CPU], **options) as recording:
         work()
@@ -67,13 +67,13 @@ def operators(events: list[dict]) -> list[dict]:
 
 
 def timed(events: list[dict]) -> list[dict]:
-    """The events that the profiler's table has: operators, annotations and, with a GPU, calls of its driver."""
+    """The events in the profiler's table: operators, annotations and, with a GPU, calls to its runtime and driver."""
     kinds = ("cpu_op", "user_annotation", "cuda_runtime", "cuda_driver")
     return [e for e in events if e["ph"] == "X" and e["cat"] in kinds]
 
 
 def job(layers: int = 3, optimizer: type = torch.optim.SGD, **options) -> tuple:
-    """A model, its optimizer and a batch."""
+    """A model, its optimizer and a batch of inputs (32, 64)."""
     torch.manual_seed(0)
     model = network(layers)
     return model, optimizer(model.parameters(), lr=1e-3, **options), torch.randn(32, 64)
@@ -83,7 +83,7 @@ made_once = functools.cache(job)
 
 
 def five(options: dict | None = None) -> None:
-    """Five steps of one job; with `options`, under a profiler with these."""
+    """Five steps of the same job; if there are `options`, under a profiler that takes them."""
     model, optimizer, inputs = made_once()
     watch = contextlib.nullcontext() if options is None else profile(activities=[ProfilerActivity.CPU], **options)
     with watch:
@@ -92,7 +92,7 @@ def five(options: dict | None = None) -> None:
 
 
 def in_two_threads() -> None:
-    """An exp in this thread, a tanh in another."""
+    """Compute an exp in this thread and a tanh in a second one."""
     inputs = torch.ones(8)
     other = threading.Thread(target=lambda: torch.tanh(inputs))
     other.start()

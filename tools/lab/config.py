@@ -1,4 +1,4 @@
-"""JupyterLab for the course: it opens on README.md with the contents panel, and keeps its layout inside .venv."""
+"""JupyterLab for the course: it opens README.md with the contents panel, and keeps its layout inside .venv."""
 
 import shutil
 import sys
@@ -11,7 +11,7 @@ if not first.exists():
     WORKSPACES.mkdir(exist_ok=True)
     shutil.copy(HERE / "workspace.json", first)
 
-c = get_config()  # noqa: F821 (JupyterLab gives it)
+c = get_config()  # noqa: F821 (JupyterLab defines it)
 c.ServerApp.allow_root = True
 c.ServerApp.answer_yes = True
 c.ServerApp.log_level = "WARN"

@@ -1,4 +1,4 @@
-"""Sphinx reads this. build.py makes the sources that it builds, and says where."""
+"""Sphinx's configuration. tools/website.py writes the sources that Sphinx builds, and says where they are."""
 
 from myst_nb.core import render
 
@@ -10,7 +10,7 @@ nb_merge_streams = True
 myst_enable_extensions = ["dollarmath", "amsmath", "html_image"]
 myst_heading_anchors = 3
 mathjax_path = "mathjax/tex-svg.js"
-mathjax3_config = {"options": {"enableMenu": False}}  # its menu would load more
+mathjax3_config = {"options": {"enableMenu": False}}  # its menu would load more files
 copybutton_selector = "div.cell_input pre, div.highlight-bash pre, div.highlight-python pre"
 html_theme = "furo"
 html_static_path = ["static"]
@@ -24,7 +24,7 @@ _without_alt = render.NbElementRenderer.render_image
 
 
 def _with_alt(self, data):
-    """myst-nb takes a picture's width from its output's metadata, and forgets its alt text."""
+    """myst-nb takes a picture's width from its output's metadata, but not its alt text."""
     made = _without_alt(self, data)
     for node in made:
         node["alt"] = data.output_metadata.get(data.mime_type, {}).get("alt", "")
