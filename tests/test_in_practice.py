@@ -302,7 +302,8 @@ def test_defaults_of_waiting_are_those_that_9_3_names():
     [snippet] = practice("9.3*/3-*")
     half_an_hour, twenty = timedelta(minutes=30), timedelta(minutes=20)
     assert dist.constants.default_pg_timeout == half_an_hour
-    assert '10 ("nccl"; no name but a device_id)' in snippet and "30 (gloo, a mixed name, none)" in snippet
+    assert '10 minutes ("nccl", or a device_id and no name)' in snippet
+    assert "30 (gloo, a mixed name, neither name nor device_id)" in snippet
     assert dist.Backend.default_device_backend_map["cuda"] == "nccl"  # what a device_id is looked up in
     nccl = dist.constants.default_pg_nccl_timeout  # None in a build without NCCL
     assert nccl in (None, timedelta(minutes=10))

@@ -98,6 +98,16 @@ def test_a_page_names_one_machine(tmp_path, here, there):
     assert nbformat.read(path, as_version=4).cells[1].outputs[0].data["text/plain"].endswith(here)
 
 
+def test_measured_values_of_a_page_are_of_one_run(tmp_path):
+    clock = "measured('time', time.perf_counter())"
+    cells = ["import time\nfrom speedlab.display import measured", clock, clock, clock]
+    path = written(tmp_path / "trial.ipynb", cells)
+    tool.refresh(path)
+    first = measured(path)
+    tool.refresh(written(path, [*cells[:3], clock + "  # changed"]))
+    assert measured(path) != first, "the last clock is of another run now, and so must be the others"
+
+
 def test_a_second_refresh_changes_nothing(tmp_path):
     path = written(tmp_path / "trial.ipynb", CELLS)
     assert tool.refresh(path) == (True, 0, True)

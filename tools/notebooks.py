@@ -158,7 +158,7 @@ def keep_outputs(old: nbformat.NotebookNode, new: nbformat.NotebookNode, quiet: 
 
     It need not if the same code made it, and on a quiet machine if it is measured. Measured outputs also stay if the
     machine is busy now.
-    A page names one machine: if one measured value is stored anew and the old ones are another machine's, all are.
+    A page's measured values belong together, since some are computed from others: if one is stored anew, all are.
     """
     before = {cell.id: cell for cell in old.cells if cell.cell_type == "code"}
     was_quiet = old.metadata.get(RECORDED, {}).get("quiet", False)
@@ -166,7 +166,7 @@ def keep_outputs(old: nbformat.NotebookNode, new: nbformat.NotebookNode, quiet: 
     same_code = [was.metadata.get(MADE_BY) == cell.metadata[MADE_BY] for was, cell in known]
     shows_clock = [clocked(cell.outputs) for _, cell in known]
     anew = any(timed and not same for timed, same in zip(shows_clock, same_code, strict=True))
-    trusted = was_quiet and not (anew and _machine(old) != _machine(new))
+    trusted = was_quiet and not anew
     kept = 0
     for (was, cell), same, timed in zip(known, same_code, shows_clock, strict=True):
         # equal outputs may still differ in what is not compared: an output that gained a picture is stored anew
@@ -177,13 +177,6 @@ def keep_outputs(old: nbformat.NotebookNode, new: nbformat.NotebookNode, quiet: 
             cell.metadata[MADE_BY] = was.metadata.get(MADE_BY, "")
             kept += 1
     return kept
-
-
-def _machine(notebook: nbformat.NotebookNode) -> list[str]:
-    """The device that a page was recorded on and its instruction sets, as its first cell says; [] if it says none."""
-    texts = (o.get("data", {}).get("text/plain", "") for c in notebook.cells for o in c.get("outputs", ()))
-    lines = (re.findall(r"\[measured\] (?:device|hardware for dtypes): .*", text) for text in texts)
-    return next(filter(None, lines), [])
 
 
 def clocked(outputs: list) -> bool:
