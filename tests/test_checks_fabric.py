@@ -206,7 +206,10 @@ WRONG_ACCUMULATIONS = {
     "the first of each group": ([("enabled=not last", "enabled=i % accumulate_steps != 0")], "the first backward"),
     "every micro-batch": ([("        if last:", "        if True:"), ("loss * share", "loss")],
                           "after every micro-batch"),
-    "the docstring's": ([("        if last:", "        if i % accumulate_steps == 0:")], ""),
+    "the docstring's": ([("        if last:", "        if i % accumulate_steps == 0:")], "i % n == 0"),
+    "the docstring's, each by a whole group's share": (
+        [("        if last:", "        if i % accumulate_steps == 0:"), ("loss * share", "loss / accumulate_steps")],
+        "i % n == 0"),
     "not stepped": ([("            optimizer.step()\n", "")], "have not moved"),
     "not zeroed": ([("            optimizer.zero_grad()\n", ""), ("    optimizer.zero_grad()\n    for", "    for")],
                    "not zeroed"),

@@ -132,7 +132,7 @@ def results_page() -> str:
         "and after the run differed by a factor of more than 1.15, or if several notebooks ran at the same "
         "time, as on the H200. (An earlier script with a shorter time limit ran those. It went on after a "
         "cell that failed, and named only some failures.) A product that was measured only once, for a short run, "
-        "cannot show drift. On the H200's ladders, batches that workers had prepared during the other rung's turn "
+        "cannot show drift. On the H200's ladder, batches that workers had prepared during the other rung's turn "
         "were used inside the timed part, which can make the first two rungs look faster than they are.",
     ]
     files = {path.stem: load(path) for path in FOLDER.glob("*.json")}

@@ -62,7 +62,7 @@ def lags(rank: int) -> None:
 def differs(rank: int) -> None:
     try:
         if rank == 0:
-            dist.all_reduce(torch.ones(3))  # "average the loss for the log", in one branch only
+            dist.all_reduce(torch.ones(3))  # "average the losses for the log", in one branch only
         dist.broadcast(torch.ones(1000), src=0)
         print("went on")
     except RuntimeError as error:

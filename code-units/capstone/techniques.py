@@ -248,7 +248,7 @@ TECHNIQUES = (
     Technique("loader workers", "9.7", "time", "memory per worker", "data that is cheap to load", None),
     Technique("head only, body frozen", "9.8, 9.9", "both", "accuracy", "tasks far from the pretraining",
               lambda job: changed(job, make_model=head_only)),
-    Technique("a schedule", "9.9", "time", "you must know its length", "a small learning rate", None,
+    Technique("a schedule", "9.9", "time", "most must know their length", "a small learning rate", None,
               ("one-cycle schedule",)),
     Technique("selective backprop, half", "9.9", "both", "one more forward pass", "noisy labels; keeping > 2/3",
               lambda job: changed(job, step=choosing)),

@@ -437,7 +437,7 @@ def _why_rate(got: float, update: int, warmup: int, base_rate, base_batch, per_d
         "Update number `warmup` has the full rate already: divide by warmup, not by warmup + 1.": first
         + min(1.0, update / (warmup + 1)) * (full - first),
     }
-    line = "The rate rises in a straight line from the base rate at update 0 to the full rate at update `warmup`."
+    line = "The rate goes in a straight line from the base rate at update 0 to the full rate at update `warmup`."
     k = "Take k = global batch / base batch; the rate is the base rate times k, or times the square root of k."
     return diagnose(got, faults, line if update < warmup else k)
 

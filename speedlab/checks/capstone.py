@@ -64,7 +64,7 @@ diagnoses = choices(
     {
         "padding": "All rows of its inputs have the same length: nothing is padded.",
         "data that come late": "Its inputs are in memory before it begins.",
-        "A": "Look at the row of waits: what does the host need in the middle of the step?",
+        "A": "Look at the host's reads: what does it need in the middle of the step?",
         "B": "Compare its FLOPs with those of one forward pass and the head's gradient.",
         "C": "Which of its counters grows with the square of T?",
     },
@@ -330,7 +330,7 @@ contradicted = choices(
     {
         ("fused", "it is right"): "Of the calls, yes. Where does the report say what they cost?",
         "fused": "Operations are not time: look at the seconds by part.",
-        "zeros": "A product with zeros takes as long as one without. Which counter says so?",
+        "zeros": "A product with zeros costs as much as one without. Which counter says so?",
         "checkpoint": "It keeps less. What does it do twice?",
         "batch": "The number of operator calls does not depend on the batch. Divide it by the samples.",
     },

@@ -500,7 +500,7 @@ def prepare(answer: Callable[[list[list[int]], int], tuple[torch.Tensor, torch.T
         expect(
             spent <= _ROOM * needed,
             f"The model computes on {spent:,} positions; with each batch padded to its longest, it would be "
-            f"{needed:,}. At most {_ROOM:g} times that is allowed: one length for all makes short batches pay for "
+            f"{needed:,}. At most {_ROOM:g} times that is allowed: a shared length makes short batches pay for "
             "long ones.",
         )
         _judge_graphs(batches, prepared)
@@ -561,7 +561,7 @@ def _judge_graphs(batches: list, prepared: list) -> None:
             "It has a different number of rows from the others: fill it up with rows of padding.": (
                 shape[0] != prepared[0][0].shape[0]
             ),
-            "Sizes 0 and 1 are always built into a graph: pad to at least two.": 1 in shape,
+            "By default, 0 and 1 are built into a graph: pad to at least two.": 1 in shape,
         },
         "Shapes that differ each get a graph until Dynamo makes a dimension dynamic: let one dimension vary, or use "
         "at most two shapes.",

@@ -366,14 +366,14 @@ def accumulate(answer: Callable[..., object]) -> None:
 def _why_not_accumulated(model: nn.Module, task: _Task, lists: list, groups: list[Batches], steps: int) -> str:
     full = [group for group in groups if len(group) == steps]
     alone = [[batch] for group in groups for batch in group]
-    firsts = [part for b in lists for part in (b[:1], *(b[i : i + steps] for i in range(1, len(b), steps)))]
+    firsts = [b[max(i, 0) : i + steps] for b in lists for i in range(1 - steps, len(b) - steps + 1, steps)]
     faults = {
         "your gradients are the sum over the micro-batches, not their mean: scale each loss.": (groups, "not"),
         "you weight every micro-batch equally, but one has fewer images: a mean of means.": (groups, "equally"),
         "a short group is divided by accumulate_steps: count what is in it.": (groups, "full"),
         "the gradients are not zeroed between steps.": (groups, "images", None, False),
         "you make a step after every micro-batch: step once per group.": (alone, "images"),
-        "your first step comes after one micro-batch: `i % n == 0` is true for i = 0.": (firsts, "images"),
+        "your first step comes after one micro-batch: `i % n == 0` is true for i = 0.": (firsts, "full"),
     }
     if full and full != groups:
         faults["the micro-batches at the end, which do not fill a group, make no step."] = (full, "images")

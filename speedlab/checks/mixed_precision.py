@@ -824,7 +824,7 @@ machines = choices(
     {"V100": "16-mixed", "H100": "bf16-mixed", "laptop": "32-true", "server": "bf16-mixed"},
     tuple(_SETTINGS),
     {
-        "64-true": "It takes twice the bytes of fp32, is faster on none of these machines, and no training needs it.",
+        "64-true": "It takes twice the bytes of fp32, is faster on none of these machines, and nobody here needs it.",
         "16-true": "It is the setting that diverged: it loses small updates, and its optimizer divides by zero.",
         ("V100", "bf16-mixed"): "The V100 has no hardware for bf16: PyTorch emulates it, more slowly than fp32. "
         "(torch.cuda.is_bf16_supported() answers True there because it counts emulation.)",

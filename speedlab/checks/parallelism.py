@@ -573,7 +573,7 @@ overrule = choices(
     {"starved": "fix first", "full": "ZeRO-3", "long": "sequence", "slow network": "pipeline", "spare": "one GPU"},
     ("one GPU", "data", "ZeRO-3", "tensor", "pipeline", "sequence", "fix first"),
     {
-        "starved": "The GPUs wait for the data loader; eight would wait eight times as hard, however you split.",
+        "starved": "One GPU waits for the data loader; eight could use eight times the data, however you split.",
         "full": "State that is the same on eight ranks does not fit. Divide it among the data-parallel ranks: the "
         "network inside a machine can take it, and the layers stay whole.",
         "long": "There is no batch to split, and one sequence's activations do not fit. Which plan splits tokens?",

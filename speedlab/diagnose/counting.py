@@ -4,6 +4,7 @@ Nothing here reads a clock, so that two runs give the same counts on any machine
 inputs and outputs, as if nothing stayed in a cache; FLOPs are those of matrix products, convolutions and attention.
 """
 
+import collections
 import contextlib
 import gc
 import itertools
@@ -62,7 +63,7 @@ class Operation:
     """One operation: its name, dtype, phase, module, FLOPs and bytes; `collective` if it runs between processes.
 
     `fixed` are the bytes that a larger batch does not raise: those of tensors as large as a parameter. `elements` are
-    those of its first result.
+    those of its first result. `beside` is true of a collective that backward starts without waiting for it.
     """
 
     name: str
@@ -74,6 +75,7 @@ class Operation:
     collective: bool = False
     fixed: int = 0
     elements: int = 0
+    beside: bool = False
 
 
 @dataclass(frozen=True)
@@ -149,7 +151,8 @@ def counts(job: Job, *, breaks: bool = True) -> Counts:
         by_module: Counter[str] = Counter()
         for tensor in saved.tensors:
             by_module[tensor.where] += tensor.bytes
-        in_use = {id(p) for group in optimizer.param_groups for p in group["params"]} | watch.updated
+        in_use = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        in_use = in_use.union(*(w.updated for w in watches))  # a second optimizer may step every other time
         unused = (p for p in model.parameters() if p.grad is not None and id(p) not in in_use)
         complex_ = any(p.is_complex() for p in model.parameters())
         calls, given = _calls(job.loader) if job.loader is not None else (None, [])
@@ -295,7 +298,12 @@ class _Watch(TorchDispatchMode):
         phase = BACKWARD if torch._C._current_graph_task_id() != -1 else phase
         between = func.namespace in _BETWEEN_PROCESSES
         elements = given[0].numel() if given else 0
-        self.operations.append(Operation(name, dtype, phase, where, flops, moved, between, fixed, elements))
+        # an argument that has its default is not given; some versions of torch have no such argument
+        unwaited = any(
+            of.name == "async_op" and named.get(of.name, of.default_value) for of in func._schema.arguments
+        )
+        beside = between and phase == BACKWARD and unwaited
+        self.operations.append(Operation(name, dtype, phase, where, flops, moved, between, fixed, elements, beside))
         return out
 
     def where(self) -> str:
@@ -329,17 +337,17 @@ class _Watch(TorchDispatchMode):
         own, inputs = list(module.parameters()), tensors((given, named))
         # on other weights, or with another dropout mask, it is not the same again
         drawn = any(m.training and _drops(m) for m in module.modules())
-        untracked = any(t.is_inference() or WRAPPED(t) for t in (*own, *inputs))
+        untracked = not all(map(_has_version, (*own, *inputs)))
         if not own or not inputs or drawn or untracked or torch._C._current_graph_task_id() != -1:
             return
         # references, not addresses: what is freed leaves its address to others
         stamp = lambda t: ((at := weakref.ref(t.untyped_storage())), self.writes[at], t._version)  # noqa: E731
         same = ((*stamp(t), t.storage_offset(), t.shape) for t in inputs)
-        plain = str | int | float | None  # a flag, the name of a task
-        said = tuple((k, v if isinstance(v, plain) else type(v)) for k, v in (*enumerate(given), *named.items()))
-        # switches of its parts: training mode, or LoRA's adapters off for a reference
-        modes = tuple(on for m in module.modules() for on in vars(m).values() if isinstance(on, bool))
-        key = (id(module), modes, said, *map(stamp, own), *same)
+        # switches of its parts, such as training mode, LoRA's adapters off or others on; and what they remember
+        state = [value for m in module.modules() for value in vars(m).values()]
+        modes = tuple(_plain(value) for value in state if isinstance(value, bool | str | list))
+        kept = (stamp(t) for t in state if isinstance(t, torch.Tensor) and _has_version(t))
+        key = (id(module), modes, _plain((given, named)), *map(stamp, own), *kept, *same)
         if key in self._seen:
             self.repeated[type(module).__name__] += 1
         self._seen.add(key)
@@ -374,6 +382,10 @@ class _Watch(TorchDispatchMode):
     def left_behind(self) -> int:
         """Bytes of what this step made and what still lives, apart from state, batch and metrics to read later."""
         left = self.held.keys() - self.before - {weakref.ref(t.untyped_storage()) for t in self.kept()}
+        if left:  # a queue of limited length lets go of what it holds, later than we look
+            gc.unfreeze()  # what is frozen is not listed
+            queues = (q for q in gc.get_objects() if type(q) is collections.deque and q.maxlen is not None)
+            left -= {weakref.ref(t.untyped_storage()) for q in queues for t in tensors(list(q))}
         single = {ref for ref in left if self.held[ref] <= 8}
         if single:  # one number is a metric, unless its graph lives on in it
             live = (t for t in gc.get_objects() if issubclass(type(t), torch.Tensor) and not WRAPPED(t))
@@ -434,6 +446,19 @@ def line_of_caller() -> str:
             return f"{short}:{frame.f_lineno} {frame.f_code.co_name}"
         frame = frame.f_back
     return "inside torch"
+
+
+def _has_version(t: torch.Tensor) -> bool:
+    return t.layout is torch.strided and not t.is_inference() and not WRAPPED(t)
+
+
+def _plain(value: object) -> object:
+    """What can be compared in a value: flags, numbers and words, also nested; of anything else, its type."""
+    if isinstance(value, Mapping):
+        return tuple((_plain(key), _plain(part)) for key, part in value.items())
+    if isinstance(value, list | tuple):
+        return tuple(map(_plain, value))
+    return value if isinstance(value, str | int | float | None) else type(value)
 
 
 def _drops(module: nn.Module) -> bool:

@@ -30,7 +30,7 @@ class Device:
     """What an estimate needs to know: seconds per operation and per Python call, bytes/s, FLOP/s by dtype.
 
     `memory` is the limit in bytes for a step's peak, where there is one. An NVIDIA GPU also has a rate for
-    "tf32", at which cuDNN computes convolutions of fp32 tensors unless told otherwise.
+    "tf32", at which cuDNN computes convolutions and recurrent layers of fp32 tensors unless told otherwise.
     """
 
     name: str
@@ -65,7 +65,8 @@ class Device:
         """The seconds that an operation would take if it waited for one thing alone."""
         if operation.collective:
             return {COMMUNICATION: self.launch + operation.bytes / 2 / self.link}
-        rounded = self.tf32_convolutions and operation.dtype == "fp32" and "convolution" in operation.name
+        by_cudnn = "convolution" in operation.name or operation.name.startswith("_cudnn_rnn")
+        rounded = self.tf32_convolutions and operation.dtype == "fp32" and by_cudnn
         rate = self.flops.get("tf32" if rounded else operation.dtype, self.flops["fp32"])
         return {LAUNCHES: self.launch, MEMORY: operation.bytes / self.bandwidth, COMPUTE: operation.flops / rate}
 
@@ -155,8 +156,9 @@ def contradiction(counts: Counts, device: Device, measured: float) -> str:
 class Rule:
     """A row of the table. `saves(counts, device)` gives seconds, `evidence(counts, device)` a text.
 
-    A `fault` is mended whatever the estimate says. `place(counts, device)`, where given, are the seconds that decide
-    the rule's place instead: those that nothing cheaper could save.
+    A `fault` is mended whatever the estimate says. `most(counts, device)`, where given, are the seconds for the upper
+    end of the bound: what it saves where all goes well. `place(counts, device)`, where given, are those that decide
+    the rule's place: what nothing cheaper could save.
     """
 
     technique: str
@@ -165,6 +167,7 @@ class Rule:
     evidence: Callable[[Counts, Device], str]
     saves: Callable[[Counts, Device], float] = lambda counts, device: 0.0
     fault: Callable[[Counts, Device], bool] = lambda counts, device: False
+    most: Callable[[Counts, Device], float] | None = None
     place: Callable[[Counts, Device], float] | None = None
 
 
@@ -205,21 +208,23 @@ def _is_fused(c: Counts) -> bool:
 
 
 def _overlap(c: Counts, d: Device) -> float:
-    whole = estimate(c, d)
-    return min(
-        whole.by_bound[COMMUNICATION],
-        sum(d.seconds(o) for o in c.operations if o.phase == BACKWARD and not o.collective),
-    )
+    waited_for = sum(d.seconds(o) for o in c.operations if o.collective and not o.beside)
+    return min(waited_for, sum(d.seconds(o) for o in c.operations if o.phase == BACKWARD and not o.collective))
 
 
-def _products_in(dtype: str, narrower: int) -> Callable[[Counts, Device], float]:
-    """What the fp32 products save in a different format, with `narrower` times fewer bytes."""
+def _in_format(dtype: str, narrower: int, every: bool = False) -> Callable[[Counts, Device], float]:
+    """What the fp32 products save in a different format, with `narrower` times fewer bytes.
+
+    With `every`, and if there is such a product, also what the operations between them save if all take and give it.
+    """
 
     def saves(c: Counts, d: Device) -> float:
+        wide = [o for o in c.operations if o.phase != OPTIMIZER and not o.collective and o.dtype == "fp32"]
+        products = [o for o in wide if o.flops]
+        before = wide if every and products else products
+        after = [replace(o, dtype=dtype, bytes=o.bytes // narrower) for o in before]
         faster = d.flops.get(dtype, 0.0) > d.flops["fp32"]
-        products = [o for o in c.operations if faster and o.phase != OPTIMIZER and o.flops and o.dtype == "fp32"]
-        others = [replace(o, dtype=dtype, bytes=o.bytes // narrower) for o in products]
-        return sum(max(0.0, d.seconds(o) - d.seconds(other)) for o, other in zip(products, others, strict=True))
+        return sum(max(0.0, d.seconds(a) - d.seconds(b)) for a, b in zip(before, after, strict=True) if faster)
 
     return saves
 
@@ -269,7 +274,7 @@ def _per_step_but_updates(c: Counts, d: Device) -> float:
     return _per_step(c, d) - estimate(c, d).by_phase.get(OPTIMIZER, 0.0)
 
 
-_half, _tf32 = _products_in("bf16", 2), _products_in("tf32", 1)
+_half, _all_half, _tf32 = _in_format("bf16", 2), _in_format("bf16", 2, every=True), _in_format("tf32", 1)
 # products stay calls of their own
 _fusion = _time_of(lambda o, d: not o.flops)
 # a kernel that wants the channels innermost converts what it reads and writes, which no counter sees
@@ -318,7 +323,7 @@ RULES = (
          fault=lambda c, d: c.left_behind > 0),
     Rule("keep the shapes that are compiled", "9.4", "some padding, or one general graph",
          lambda c, d: f"{c.recompiled} more compilations in steps 3 and 4", fault=lambda c, d: c.recompiled > 0),
-    Rule("compute nothing twice, and no gradient that nobody uses", "9.6", "none",
+    Rule("compute nothing twice, and no gradient that nobody uses", "capstone", "none",
          lambda c, d: f"again on the same input: {_where(c.repeated)}; unused gradients: {c.unused_gradients:,} B",
          fault=lambda c, d: bool(c.repeated or c.unused_gradients)),
     Rule("convert and move constant tensors once", "capstone", "the copy stays in memory",
@@ -337,7 +342,7 @@ RULES = (
          lambda c, d: f"{sum(o.bytes for o in c.operations if o.collective):,} bytes into and out of collectives",
          _overlap),
     Rule("bf16 autocast", "9.1", "fewer digits; check that it still trains",
-         _share(_half, "fp32 products, faster at half the width"), _half),
+         _share(_half, "fp32 products, faster at half the width"), _half, most=_all_half),
     Rule("TF32 products", "9.1", "10 bits of mantissa in each factor",
          _share(_tf32, "fp32 products, faster in TF32"), _tf32),
     Rule("scaled_dot_product_attention", "9.6", "no attention weights to look at; dropout draws otherwise",
@@ -360,7 +365,7 @@ def advise(
     device = replace(device, memory=memory or device.memory)
     found = []
     for rule in rules:
-        low, high = bounds(rule.saves, counts, device)
+        low, high = bounds(rule.saves, counts, device)[0], bounds(rule.most or rule.saves, counts, device)[1]
         fault, evidence = rule.fault(counts, device), rule.evidence(counts, device)
         helps = fault or low >= WORTH
         advice = Advice(rule.technique, helps, high >= WORTH, evidence, (low, high), rule.price, rule.unit)
