@@ -22,6 +22,7 @@ import second_version
 import techniques
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional as dist_nn
 import torchvision
 import transformers
 from torch import nn
@@ -340,9 +341,21 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-def chain() -> Job:
+class Chosen(nn.Module):
+    """What comes first of an operation's tensors is a mask."""
+
+    def forward(self, x):
+        return torch.where(x > 0, x, -x)
+
+
+class Sharded(nn.Module):
+    def forward(self, x):
+        return dist_nn.all_reduce(x)
+
+
+def chain(part=nn.GELU) -> Job:
     """One product, and a long chain of small operations on what it gives."""
-    model = lambda: nn.Sequential(nn.Linear(64, 64), *(nn.GELU() for _ in range(10)))  # noqa: E731
+    model = lambda: nn.Sequential(nn.Linear(64, 64), *(part() for _ in range(10)))  # noqa: E731
     return Job(model, lambda n: torch.randn(n, 64), lambda m, x: m(x).square().mean(), sgd, batch_size=256)
 
 
@@ -368,7 +381,7 @@ APPLIED = {
     ],
     "half": [
         ("bf16 autocast", job, replace(job, loss_fn=torch.autocast("cpu", torch.bfloat16)(job.loss_fn)))
-        for job in (chain(), eager_bert(), techniques.slow(), patients.compute_bound())
+        for job in (chain(), chain(Chosen), chain(Sharded), eager_bert(), techniques.slow(), patients.compute_bound())
     ],
 }  # fmt: skip
 
@@ -711,6 +724,33 @@ def test_the_second_optimizer_of_a_step_is_one_and_a_closure_is_none():
     phases = counts(linear(step=closing), breaks=False).by("phase")
     plain = counts(linear(), breaks=False).by("phase")
     assert phases["backward"] == plain["backward"] and "forward" in phases
+
+
+@pytest.mark.parametrize(("every", "first"), [(2, 0), (2, 1), (3, 0), (3, 1), (5, 0), (5, 2), (5, 4), (100, 0)])
+@pytest.mark.parametrize("detached", [True, False])
+def test_gradients_that_each_step_computes_and_drops_are_found(every, first, detached):
+    """A generator that trains now and then: without a detach, all other steps compute its gradients for nothing.
+
+    They are dropped when it trains; if that is in the first watched step, they may still be used later.
+    """
+    done = itertools.count(first)
+
+    def step(model, critics, x):
+        made = model.teacher(x)
+        critics.zero_grad()
+        loss = (model.student(x) - model.student(F.pad(made.detach() if detached else made, (0, 2)))).pow(2).mean()
+        loss.backward()
+        critics.step()
+        if next(done) % every == 0:
+            makers = torch.optim.SGD(model.teacher.parameters(), lr=0.1)
+            makers.zero_grad()
+            model.student(F.pad(model.teacher(x), (0, 2))).pow(2).mean().backward()
+            makers.step()
+        return loss
+
+    critics = lambda model: torch.optim.SGD(model.student.parameters(), lr=0.1)  # noqa: E731
+    found = counts(linear(make_model=Taught, make_optimizer=critics, step=step), breaks=False)
+    assert found.unused_gradients == (0 if detached else 4 * (4 * 2 + 2))
 
 
 class Gated(nn.Module):
@@ -1148,6 +1188,8 @@ def test_state_that_each_step_replaces_is_no_leak_and_a_buffer_that_grows_is_one
     assert left_by(lambda model, loss, x: kept.append(x * 2)) == 4 * 8 * 4
     queue = collections.deque(maxlen=100)
     assert left_by(lambda model, loss, x: queue.append({"features": x * 2})) == 0, "it lets go, but later"
+    replay = type("Replay", (collections.deque,), {})(maxlen=100)
+    assert left_by(lambda model, loss, x: replay.append((x * 2, 1.0))) == 0
     endless = collections.deque()
     assert left_by(lambda model, loss, x: endless.append(x * 2)) == 4 * 8 * 4
 
@@ -1213,6 +1255,40 @@ def test_calls_that_differ_in_an_adapter_a_nested_choice_or_a_memory_are_not_the
     assert repeated(first={"options": {"doubled": True}}, second={"options": {"doubled": False}}) == {}
     assert repeated(first={"options": {"doubled": True}}, second={"options": {"doubled": True}}) == {"Adapted": 1}
     assert repeated(first={"remember": True}, second={"remember": True}) == {}
+
+
+@pytest.mark.parametrize("kept", ["last", "log", "itself"])
+def test_what_a_module_only_writes_down_hides_no_repetition(kept):
+    class Writing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight, self.last, self.log = nn.Parameter(torch.randn(4, 2)), None, []
+            if kept == "itself":
+                self.log.append(self.log)
+
+        def forward(self, x):
+            out = (x - 0.5) @ self.weight
+            if kept == "last":
+                self.last = out
+            if kept == "log":
+                self.log.append(out.detach())
+            return out
+
+    twice = lambda model, x: (model(x) - 2 * model(x)).pow(2).mean()  # noqa: E731
+    assert counts(linear(make_model=Writing, loss_fn=twice), breaks=False).repeated == {"Writing": 1}
+
+
+def test_a_transposed_input_and_autocast_make_another_call():
+    square = functools.partial(linear, make_model=lambda: nn.Linear(4, 4), make_batch=lambda n: torch.randn(4, 4))
+    turned = lambda model, x: (model(x) - 2 * model(x.T)).pow(2).mean()  # noqa: E731
+    assert counts(square(loss_fn=turned), breaks=False).repeated == {}
+
+    def checked(model, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            half = model(x)
+        return (model(x) - 2 * half).pow(2).mean()
+
+    assert counts(square(loss_fn=checked), breaks=False).repeated == {}
 
 
 @pytest.mark.parametrize("switched", [True, False])

@@ -153,7 +153,9 @@ def counts(job: Job, *, breaks: bool = True) -> Counts:
             by_module[tensor.where] += tensor.bytes
         in_use = {id(p) for group in optimizer.param_groups for p in group["params"]}
         in_use = in_use.union(*(w.updated for w in watches))  # a second optimizer may step every other time
-        unused = (p for p in model.parameters() if p.grad is not None and id(p) not in in_use)
+        dropped = set().union(*(now.dropped(then) for now, then in itertools.pairwise(watches)))
+        made = set().union(*(w.made for w in watches))  # what an earlier step left is no work of this one
+        unused = (p for p in model.parameters() if id(p) in dropped | (made - in_use))
         complex_ = any(p.is_complex() for p in model.parameters())
         calls, given = _calls(job.loader) if job.loader is not None else (None, [])
         _expect_alike(size_of(batches[4]), [job.prepare(batch) for batch in given])
@@ -211,7 +213,10 @@ class _Watch(TorchDispatchMode):
         self._seen, self.called, self.draws = set(), [], 0
         self.stepping = 0  # optimizers, of which one may call another
         self.updated: set[int] = set()
+        # where gradients are when an optimizer first steps, or at the end, and those that this step wrote
+        self.used, self.made = {}, {}
         self.writes: Counter[weakref.ref] = Counter()
+        self.read: dict[weakref.ref, int] = {}  # by the number of the last operation that read it
         self.looked_up: set[torch.Size] = set()
         # not torch's ModuleTracker: its hooks on gradients keep what a checkpoint computes again until the step ends
         self.names, self.running = {id(module): name for name, module in model.named_modules()}, []
@@ -237,10 +242,19 @@ class _Watch(TorchDispatchMode):
     def __exit__(self, *error):
         super().__exit__(*error)
         self.around.close()
+        left = _gradients(self.model.parameters())
+        self.made = {key: at for key, at in left.items() if self.writes[at] or at not in self.before}
+        self.used = {**left, **self.used}
+
+    def dropped(self, then: "_Watch") -> set[int]:
+        """Parameters whose gradient this step made, and neither used nor left for the next step to add to."""
+        return {key for key, at in self.made.items() if key not in self.updated and then.used.get(key, at) != at}
 
     def _steps(self, optimizer: torch.optim.Optimizer, *_) -> None:
         self.stepping += 1
-        self.updated |= {id(p) for group in optimizer.param_groups for p in group["params"]}
+        stepped = [p for group in optimizer.param_groups for p in group["params"]]
+        self.updated |= {id(p) for p in stepped}
+        self.used = {**_gradients(stepped), **self.used}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -281,12 +295,15 @@ class _Watch(TorchDispatchMode):
         if func.is_view or idle or func.namespace in _NO_WORK or counter:
             return out
         taken, given = _read_and_written(func, args, kwargs, out)
+        self.read.update((weakref.ref(t.untyped_storage()), len(self.operations)) for t in taken)
         self.writes.update(weakref.ref(t.untyped_storage()) for t in given)
         if name in _LOOKS_UP:
             self.looked_up |= {t.shape for t in tensors(args[1:]) if not t.is_floating_point()}
         formula = count.formulas().get(func._overloadpacket)
         flops = int(formula(*args, **kwargs, out_val=out)) if formula else 0
-        dtype = count.dtype_name((taken or given)[0].dtype) if taken or given else ""
+        # the first that is no mask, as in where(mask, a, b)
+        typed = [t.dtype for t in taken or given]
+        dtype = next((count.dtype_name(of) for of in typed if of != torch.bool), "bool" if typed else "")
         # of a table, only the rows that are asked for are read, and no more than all
         few = name in _LOOKS_UP and _bytes(given[0]) < _bytes(taken[0])
         parts = [*(given + taken[1:] if few else taken), *given]
@@ -298,11 +315,7 @@ class _Watch(TorchDispatchMode):
         phase = BACKWARD if torch._C._current_graph_task_id() != -1 else phase
         between = func.namespace in _BETWEEN_PROCESSES
         elements = given[0].numel() if given else 0
-        # an argument that has its default is not given; some versions of torch have no such argument
-        unwaited = any(
-            of.name == "async_op" and named.get(of.name, of.default_value) for of in func._schema.arguments
-        )
-        beside = between and phase == BACKWARD and unwaited
+        beside = between and phase == BACKWARD and _is_async(func, named)
         self.operations.append(Operation(name, dtype, phase, where, flops, moved, between, fixed, elements, beside))
         return out
 
@@ -332,7 +345,7 @@ class _Watch(TorchDispatchMode):
 
     def _called(self, module: nn.Module, given: tuple, named: dict) -> None:
         """Note the module that runs, and one that is called again with the very same input in one forward pass."""
-        self.called.append((None, self.draws))
+        self.called.append((None, [], self.draws, 0))
         self.running.append(self.names.get(id(module), self.running[-1] if self.running else ""))
         own, inputs = list(module.parameters()), tensors((given, named))
         # on other weights, or with another dropout mask, it is not the same again
@@ -342,22 +355,25 @@ class _Watch(TorchDispatchMode):
             return
         # references, not addresses: what is freed leaves its address to others
         stamp = lambda t: ((at := weakref.ref(t.untyped_storage())), self.writes[at], t._version)  # noqa: E731
-        same = ((*stamp(t), t.storage_offset(), t.shape) for t in inputs)
+        same = ((*stamp(t), t.storage_offset(), t.shape, t.stride()) for t in inputs)
         # switches of its parts, such as training mode, LoRA's adapters off or others on; and what they remember
         state = [value for m in module.modules() for value in vars(m).values()]
-        modes = tuple(_plain(value) for value in state if isinstance(value, bool | str | list))
-        kept = (stamp(t) for t in state if isinstance(t, torch.Tensor) and _has_version(t))
-        key = (id(module), modes, _plain((given, named)), *map(stamp, own), *kept, *same)
+        modes = tuple(_plain(value) for value in state if isinstance(value, bool | str) or _are_names(value))
+        kept = [stamp(t) for t in state if isinstance(t, torch.Tensor) and _has_version(t)]
+        half = torch.is_autocast_enabled(inputs[0].device.type)
+        key = (id(module), half, modes, _plain((given, named)), *map(stamp, own), *same)
+        self.called[-1] = key, kept, self.draws, len(self.operations)
+
+    def _left(self, module: nn.Module, *_) -> None:
+        self.running.pop()
+        key, kept, draws, start = self.called.pop()
+        if key is None or draws != self.draws:  # with other noise it is not the same again
+            return
+        # a memory is read; what is only written down, such as the last output, changes no result
+        key = (*key, *(stamp for stamp in kept if self.read.get(stamp[0], -1) >= start))
         if key in self._seen:
             self.repeated[type(module).__name__] += 1
         self._seen.add(key)
-        self.called[-1] = key, self.draws
-
-    def _left(self, *_) -> None:
-        self.running.pop()
-        key, draws = self.called.pop()
-        if draws != self.draws:  # with other noise it is not the same again
-            self._seen.discard(key)
 
     def sync(self) -> None:
         """Note a wait of the host; on a CPU, not those of an optimizer, which reads its own counters there."""
@@ -384,7 +400,7 @@ class _Watch(TorchDispatchMode):
         left = self.held.keys() - self.before - {weakref.ref(t.untyped_storage()) for t in self.kept()}
         if left:  # a queue of limited length lets go of what it holds, later than we look
             gc.unfreeze()  # what is frozen is not listed
-            queues = (q for q in gc.get_objects() if type(q) is collections.deque and q.maxlen is not None)
+            queues = (q for q in gc.get_objects() if issubclass(type(q), collections.deque) and q.maxlen is not None)
             left -= {weakref.ref(t.untyped_storage()) for q in queues for t in tensors(list(q))}
         single = {ref for ref in left if self.held[ref] <= 8}
         if single:  # one number is a metric, unless its graph lives on in it
@@ -421,6 +437,12 @@ class _Methods(TorchFunctionMode):
         return out
 
 
+def _is_async(func, named: dict) -> bool:
+    """Whether a collective is not waited for; an argument that has its default is not given, old torch has none."""
+    arguments = func._schema.arguments
+    return any(of.name == "async_op" and named.get(of.name, of.default_value) for of in arguments)
+
+
 def _read_and_written(func, args: tuple, kwargs: dict, out: object) -> tuple[list, list]:
     """The tensors that an operation reads and those that it writes, from its schema.
 
@@ -448,8 +470,17 @@ def line_of_caller() -> str:
     return "inside torch"
 
 
+def _gradients(parameters: Iterable[nn.Parameter]) -> dict[int, weakref.ref]:
+    return {id(p): weakref.ref(p.grad.untyped_storage()) for p in parameters if p.grad is not None}
+
+
 def _has_version(t: torch.Tensor) -> bool:
     return t.layout is torch.strided and not t.is_inference() and not WRAPPED(t)
+
+
+def _are_names(value: object) -> bool:
+    """Whether a value is a short list of words or flags, as of active adapters; a log or a vocabulary is none."""
+    return isinstance(value, list) and len(value) <= 100 and all(isinstance(part, str | bool) for part in value)
 
 
 def _plain(value: object) -> object:

@@ -215,11 +215,11 @@ def _overlap(c: Counts, d: Device) -> float:
 def _in_format(dtype: str, narrower: int, every: bool = False) -> Callable[[Counts, Device], float]:
     """What the fp32 products save in a different format, with `narrower` times fewer bytes.
 
-    With `every`, and if there is such a product, also what the operations between them save if all take and give it.
+    With `every`, and if there is such a product, also what all other operations save if they take and give it.
     """
 
     def saves(c: Counts, d: Device) -> float:
-        wide = [o for o in c.operations if o.phase != OPTIMIZER and not o.collective and o.dtype == "fp32"]
+        wide = [o for o in c.operations if o.phase != OPTIMIZER and o.dtype == "fp32" and (every or not o.collective)]
         products = [o for o in wide if o.flops]
         before = wide if every and products else products
         after = [replace(o, dtype=dtype, bytes=o.bytes // narrower) for o in before]
