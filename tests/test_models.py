@@ -1,5 +1,6 @@
 """The small and the real models: the same calls, the same interfaces, a sentence when the hub is out of reach."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -84,7 +85,7 @@ def test_offline_at_full_says_what_is_missing(monkeypatch, tmp_path):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    with pytest.raises(OSError, match="distilbert-base-uncased could not be loaded") as failure:
+    with pytest.raises(OSError, match=r"distilbert-base-uncased could not be loaded") as failure:
         models.distilbert("base")
     assert str(tmp_path) in str(failure.value) and "SPEEDLAB_SCALE=quick needs no download" in str(failure.value)
 
@@ -110,3 +111,31 @@ def test_imagenet_weights_that_are_cut_off_are_named(monkeypatch, tmp_path):
         (tmp_path / name).write_bytes(beginning)
         with pytest.raises(OSError, match=rf"ViT-B/16 could not be loaded: .*{name} is damaged .* Delete it"):
             models.vit("base")
+
+
+def _break(path: Path, content: bytes | None) -> None:
+    path.unlink() if content is None else path.write_bytes(content)
+
+
+@pytest.mark.parametrize("broken", ["model.safetensors", "config.json", "tokenizer.json"])
+@pytest.mark.parametrize("content", [None, b"", b"{", b"abc", b"{}"])
+def test_a_folder_of_the_hubs_files_that_is_damaged_is_named(monkeypatch, tmp_path, broken, content):
+    """Also a tokenizer without its words, which transformers would make without one, knowing none."""
+    monkeypatch.setenv("SPEEDLAB_DATA", str(tmp_path))
+    place = tmp_path / "distilbert-base-uncased"
+    shutil.copytree(models.CHECKPOINTS / "distilbert-small", place)
+    _break(place / broken, content)
+    load = models.tokenizer if broken == "tokenizer.json" else models.distilbert
+    with pytest.raises(OSError, match=r"distilbert-base-uncased could not be loaded: .* is damaged .* Delete it"):
+        load("base")
+
+
+def test_the_hubs_tokenizer_gives_what_distilbert_takes(monkeypatch, tmp_path):
+    """The hub's files do not name the tokenizer's class, and the one that transformers chooses is BERT's."""
+    monkeypatch.setenv("SPEEDLAB_DATA", str(tmp_path))
+    place = tmp_path / "distilbert-base-uncased"
+    shutil.copytree(models.CHECKPOINTS / "distilbert-small", place)
+    (place / "tokenizer_config.json").write_text('{"do_lower_case": true, "model_max_length": 512}')
+    batch = models.tokenizer("base")(["a film"], return_tensors="pt")
+    assert set(batch) == {"input_ids", "attention_mask"}
+    assert models.distilbert("base")(**batch).logits.shape == (1, 2)

@@ -3,6 +3,7 @@
 import io
 import os
 import random
+import sys
 import tarfile
 from dataclasses import dataclass
 
@@ -146,7 +147,8 @@ def _rotten_tomatoes() -> tuple[list[str], list[str]]:
         wrong = [(path, len(s)) for path, s in zip(unpacked, sentences, strict=True) if len(s) != _RT_LINES]
         if not wrong:
             return sentences[0], sentences[1]
-        print(f"{wrong[0][0]} holds {wrong[0][1]} whole sentences, not {_RT_LINES}; using the archive instead.")
+        said = f"{wrong[0][0]} holds {wrong[0][1]} whole sentences, not {_RT_LINES}; using the archive instead."
+        print(said, file=sys.stderr)  # a rank's standard output may be read as JSON
     with tarfile.open(fetch(ROTTEN_TOMATOES)) as archive:
         read = [archive.extractfile(f"rt-polaritydata/rt-polarity.{kind}").read() for kind in ("neg", "pos")]
     return _lines(read[0]), _lines(read[1])

@@ -47,7 +47,7 @@ def fetch(archive: Archive, timeout: float = 30.0) -> Path:
         place.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{place}.lock", timeout=20 * timeout):
             if place.exists() and not _whole(place, archive):
-                print(f"{place} is not the file it should be (wrong checksum); fetching it anew.")
+                print(f"{place} is not the file it should be (wrong checksum); fetching it anew.", file=sys.stderr)
             known, urls = {archive.name: archive.sha256}, {archive.name: archive.url}
             store = pooch.create(place.parent, "", registry=known, urls=urls, retry_if_failed=2)
             progress = pooch.HTTPDownloader(progressbar=True, chunk_size=2**20, timeout=timeout)

@@ -18,6 +18,7 @@ CHECKPOINTS = Path(__file__).parent / "checkpoints"
 # What loading raises when a file is missing or cut off.
 _UNREADABLE = (OSError, EOFError, RuntimeError, LookupError, pickle.UnpicklingError)
 _HUB_DISTILBERT = "distilbert-base-uncased"
+_HUB_URL = f"https://huggingface.co/{_HUB_DISTILBERT}"
 
 
 def vit(size: str | None = None, *, pretrained: bool = True, num_classes: int = 10) -> nn.Module:
@@ -66,14 +67,18 @@ def distilbert(size: str | None = None, *, pretrained: bool = True, num_labels: 
         )
         config.num_labels = num_labels
         return AutoModelForSequenceClassification.from_config(config)
-    return _from_hub(AutoModelForSequenceClassification, _distilbert_place(size), num_labels=num_labels)
+    return _from_hub(AutoModelForSequenceClassification, size, num_labels=num_labels)
 
 
 def tokenizer(size: str | None = None):
     """The tokenizer that goes with `distilbert(size)`: `tokenizer()(texts, padding=True, return_tensors='pt')`."""
     from transformers import AutoTokenizer
 
-    return _from_hub(AutoTokenizer, _distilbert_place(size))
+    # the hub's files name no class: transformers takes BERT's, which adds token types that DistilBERT does not use
+    found = _from_hub(AutoTokenizer, size, model_input_names=["input_ids", "attention_mask"])
+    if len(found) < 100:  # without its file of words, transformers makes one that knows none
+        raise OSError(_missing(_HUB_DISTILBERT, _HUB_DISTILBERT, _HUB_URL, "no tokenizer.json and no vocab.txt"))
+    return found
 
 
 def _size(size: str | None) -> str:
@@ -83,34 +88,32 @@ def _size(size: str | None) -> str:
     return size
 
 
-def _distilbert_place(size: str | None) -> str:
-    if _size(size) == "small":
-        return str(CHECKPOINTS / "distilbert-small")
-    local = download.folder() / _HUB_DISTILBERT
-    return str(local) if local.is_dir() else _HUB_DISTILBERT
-
-
-def _from_hub(loader: type, place: str, **options):
+def _from_hub(loader: type, size: str | None, **options):
+    from safetensors import SafetensorError
     from transformers.utils import logging
 
+    local = CHECKPOINTS / "distilbert-small" if _size(size) == "small" else download.folder() / _HUB_DISTILBERT
     # a new head is meant to be new: the warning about it would be the first thing a learner reads
     before, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
-        return loader.from_pretrained(place, **options)
-    except OSError as error:
-        raise OSError(_missing(place, place, f"https://huggingface.co/{place}", error)) from error
+        return loader.from_pretrained(str(local) if local.is_dir() else _HUB_DISTILBERT, **options)
+    except (*_UNREADABLE, ValueError, SafetensorError) as error:
+        raise OSError(_missing(_HUB_DISTILBERT, _HUB_DISTILBERT, _HUB_URL, error)) from error
     finally:
         logging.set_verbosity(before)
         if bars:
             logging.enable_progress_bar()
 
 
-def _missing(what: str, name: str, url: str, error: Exception) -> str:
+def _missing(what: str, name: str, url: str, error: Exception | str) -> str:
     reason = (str(error) or repr(error)).splitlines()[0]
-    if (place := download.folder() / name).is_file():
-        return f"{what} could not be loaded: {place} is damaged ({reason}). Delete it, and try again online."
+    if (place := download.folder() / name).exists():
+        return (
+            f"{what} could not be loaded: {place} is damaged or incomplete ({reason}). "
+            "Delete it, and try again online."
+        )
     return (
         f"{what} could not be loaded ({reason}). Put {name} from {url} into {download.folder()}, or go online. "
         "SPEEDLAB_SCALE=quick needs no download."
