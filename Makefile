@@ -3,6 +3,7 @@
 ## make check        run only the notebooks and tests that a change may have touched
 ## make refresh      run changed notebooks again, or those named in ARGS="...", and store their outputs
 ## make doubt        plant small faults in lessons and count what catches them: a claim, the comparison, or nothing
+## make again        run each cell of the lessons twice, as a reader does with another guess; ARGS=--from-the-top: all, then all
 ## make exercises    generate the exercises from the solutions
 ## make site         build the course as web pages in build/site; ARGS=--check looks at every page in Chromium
 ## make present      rehearse a lesson, open a live copy, serve its slides: make present UNIT=9.1.1
@@ -17,14 +18,14 @@
 
 PYTHON ?= python3
 COURSE := @$(PYTHON) tools/course.py
-COMMANDS := help lab test check refresh doubt exercises site present bench checkpoints hosted lint clean
+COMMANDS := help lab test check refresh doubt again exercises site present bench checkpoints hosted lint clean
 .PHONY: $(COMMANDS)
 
 help:
 	@sed -n 's/^##[ ]*//p' Makefile
 lab test:
 	$(COURSE) $@ $(ARGS)
-check refresh doubt exercises:
+check refresh doubt again exercises:
 	$(COURSE) run tools/$@.py $(ARGS)
 site:
 	$(COURSE) run tools/website.py $(ARGS)
