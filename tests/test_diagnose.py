@@ -1532,6 +1532,28 @@ def test_everything_ends_as_it_began():
     assert (states[1] == np.random.get_state()[1]).all() and states[2] == random.getstate()
 
 
+def test_a_lightning_step_that_logs_is_not_told_that_it_has_no_trainer(recwarn):
+    import lightning
+
+    class Logging(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = nn.Linear(4, 2)
+
+        def training_step(self, batch, index):
+            self.log("loss", loss := self.net(batch[0]).pow(2).mean())
+            return loss
+
+        def configure_optimizers(self):
+            return sgd(self)
+
+    found = counts(
+        from_lightning(Logging(), DataLoader(TensorDataset(torch.randn(64, 4)), batch_size=8)), breaks=False
+    )
+    assert found.parameters == 4 * (4 * 2 + 2)
+    assert not [warning for warning in recwarn if "self.log" in str(warning.message)]
+
+
 def test_a_hugging_face_model_with_its_arguments(tmp_path):
     model = transformers.BertForSequenceClassification(transformers.BertConfig(**SMALL))
     arguments = transformers.TrainingArguments(tmp_path, per_device_train_batch_size=3, use_cpu=True)

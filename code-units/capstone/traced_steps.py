@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import json
+import os
 import tempfile
 import threading
 from collections.abc import Callable
@@ -14,6 +15,8 @@ from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
 from speedlab import launch
+
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's own messages would stand in the page
 
 
 def network(layers: int, width: int = 64) -> nn.Sequential:

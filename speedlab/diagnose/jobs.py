@@ -7,6 +7,7 @@ import inspect
 import itertools
 import random
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -153,6 +154,8 @@ def from_lightning(module, loader: Iterable, batch_size: int | None = None) -> J
     if first is None:
         raise DiagnoseError("The loader gives no batch.")
 
+    # a step that logs is told each time that it has no Trainer here
+    warnings.filterwarnings("ignore", message="You are trying to `self.log")
     takes = inspect.signature(module.training_step).parameters.values()
     alone = len(takes) == 1 and not any(p.kind is p.VAR_POSITIONAL for p in takes)  # without the batch index
 
