@@ -10,25 +10,21 @@ import os
 from pathlib import Path
 
 import nbformat
-from nbclient import NotebookClient
 from nbformat.v4 import new_code_cell
-from notebooks import BRIEF, KERNEL, QUIET, ROOT, find, same_outputs
+from notebooks import BRIEF, ROOT, execute, find, same_outputs
 from tqdm import tqdm
 
 
 def run_twice(notebook: nbformat.NotebookNode, folder: Path, *, from_the_top: bool = False) -> list[str]:
     """Run a notebook's code cells twice in one kernel; return a line for each whose second run is not like its first.
 
-    Cells are numbered from 1, code cells only. `folder` is where the kernel runs; a cell may take ten minutes.
+    Cells are numbered from 1, code cells only. `folder` is where the kernel runs.
     """
     sources = [cell.source for cell in notebook.cells if cell.cell_type == "code"]
     first, second = ([new_code_cell(source) for source in sources] for _ in range(2))
     paired = [cell for pair in zip(first, second, strict=True) for cell in pair]
     doubled = nbformat.v4.new_notebook(cells=[*first, *second] if from_the_top else paired)
-    where = {"metadata": {"path": str(folder)}}
-    NotebookClient(
-        doubled, timeout=600, coalesce_streams=True, allow_errors=True, resources=where, **KERNEL
-    ).execute()
+    execute(doubled, folder, allow_errors=True)
     lines = []
     for number, (one, two) in enumerate(zip(first, second, strict=True), start=1):
         failed = [output for output in (*one.outputs, *two.outputs) if output.output_type == "error"]
@@ -44,7 +40,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*", default=["code-units"], help="notebooks or folders (default: code-units)")
     parser.add_argument("--from-the-top", action="store_true", help="all cells, then all cells again")
     args = parser.parse_args()
-    os.environ.update(QUIET | BRIEF)
+    os.environ.update(BRIEF)
     found = 0
     for path in (bar := tqdm(find(args.names), unit="notebook")):
         bar.set_postfix_str(path.stem)

@@ -199,12 +199,18 @@ def find(names: list[str] = ()) -> list[Path]:
     return [p for p in found if ".ipynb_checkpoints" not in p.parts]
 
 
-def execute(notebook: nbformat.NotebookNode, folder: Path, timeout: int = 600) -> nbformat.NotebookNode:
-    """Run all cells in a fresh kernel in `folder`; return the notebook, normalised, with the hashes of its code."""
+def execute(
+    notebook: nbformat.NotebookNode, folder: Path, timeout: int = 600, *, allow_errors: bool = False
+) -> nbformat.NotebookNode:
+    """Run all cells in a fresh kernel in `folder`; return the notebook, normalised, with the hashes of its code.
+
+    A cell may take `timeout` seconds. With `allow_errors` the cells after one that fails run, too.
+    """
     os.environ.update(QUIET)
     NotebookClient(
         notebook,
         timeout=timeout,
+        allow_errors=allow_errors,
         record_timing=False,
         coalesce_streams=True,
         resources={"metadata": {"path": str(folder)}},
