@@ -11,7 +11,7 @@ import random
 import sys
 import threading
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import first_project
@@ -753,6 +753,57 @@ def test_gradients_that_each_step_computes_and_drops_are_found(every, first, det
     assert found.unused_gradients == (0 if detached else 4 * (4 * 2 + 2))
 
 
+@pytest.mark.parametrize("kind", ["alternating", "new storage", "skipped", "skipped by hand", "by hand"])
+def test_gradients_that_are_used_in_a_later_step_or_by_the_users_own_update_are_not_unused(kind):
+    done, scaler = itertools.count(1), torch.amp.GradScaler("cpu", init_scale=2.0**100)
+    late = []
+
+    def step(model, optimizer, x):
+        number = next(done)
+        if kind in ("skipped", "skipped by hand", "by hand"):
+            optimizer.zero_grad()
+        loss = model(x).pow(2).mean()
+        (scaler.scale(loss.float()) if kind == "skipped" else loss).backward()
+        if kind == "alternating" and number % 4 == 0:
+            for each in (optimizer, *late):
+                each.step(), each.zero_grad()
+        if kind == "new storage" and number % 2 == 0:
+            for p in model.parameters():
+                p.grad = p.grad / 2
+            optimizer.step(), optimizer.zero_grad()
+        if kind == "skipped":
+            scaler.step(optimizer), scaler.update()
+        if kind == "skipped by hand" and torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0) < 0:
+            optimizer.step()
+        if kind == "by hand":
+            with torch.no_grad():
+                for p in model.parameters():
+                    p -= 0.1 * p.grad
+        return loss
+
+    def optimizers(model):
+        late[:] = [torch.optim.Adam([model.bias])] if kind == "alternating" else []
+        return torch.optim.SGD([model.weight] if kind in ("alternating", "by hand") else model.parameters(), lr=0.1)
+
+    assert counts(linear(step=step, make_optimizer=optimizers), breaks=False).unused_gradients == 0
+
+
+def test_an_unfrozen_average_of_the_weights_gets_gradients_that_nobody_uses():
+    def step(model, optimizer, x):
+        optimizer.zero_grad()
+        loss = (model.student(x) - model.teacher(x)).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        with torch.no_grad():
+            for kept, new in zip(model.teacher.parameters(), model.student.parameters(), strict=True):
+                kept.lerp_(new, 0.1)
+        return loss
+
+    students = lambda model: torch.optim.SGD(model.student.parameters(), lr=0.1)  # noqa: E731
+    found = counts(linear(make_model=Taught, make_optimizer=students, step=step), breaks=False)
+    assert found.unused_gradients == 4 * (4 * 2 + 2)
+
+
 class Gated(nn.Module):
     """A softmax that gates two products after it, as in a mixture of experts: no attention."""
 
@@ -1255,6 +1306,72 @@ def test_calls_that_differ_in_an_adapter_a_nested_choice_or_a_memory_are_not_the
     assert repeated(first={"options": {"doubled": True}}, second={"options": {"doubled": False}}) == {}
     assert repeated(first={"options": {"doubled": True}}, second={"options": {"doubled": True}}) == {"Adapted": 1}
     assert repeated(first={"remember": True}, second={"remember": True}) == {}
+
+
+@dataclass
+class Moment:
+    seen: torch.Tensor
+    reward: float = 0.0
+
+
+def test_what_is_left_only_once_a_few_numbers_and_a_bounded_replay_are_no_leak():
+    done, made, log, replay = itertools.count(1), [], [], collections.deque(maxlen=100)
+    fifth = lambda model, loss, x: made.append(x * 2) if next(done) == 5 else None  # noqa: E731
+    assert left_by(fifth) == 0, "state that is first made in the step we look at"
+    assert left_by(lambda model, loss, x: log.append(torch.stack([loss, loss, loss]).detach())) == 0
+    assert left_by(lambda model, loss, x: log.append(torch.stack([loss, loss, loss]))) > 0, "with their graph"
+    assert left_by(lambda model, loss, x: replay.append(Moment(x * 2))) == 0
+
+
+def test_positions_that_grow_once_for_a_longer_text_are_no_leak():
+    class Positions(nn.Linear):
+        calls = 0
+
+        def forward(self, x):
+            self.calls += 1
+            if self.calls in (1, 6):
+                self.register_buffer("table", torch.randn(100 * self.calls, 2))
+            return super().forward(x) + self.table[0]
+
+    assert counts(linear(make_model=lambda: Positions(4, 2)), breaks=False).left_behind == 0
+
+
+def test_a_kept_view_whose_base_is_changed_in_place_is_counted_without_an_error():
+    last, log = {}, []
+
+    def make():
+        model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(inplace=True), nn.Linear(8, 2))
+        model[0].register_forward_hook(torch.no_grad()(lambda module, given, out: last.update(seen=out[:2])))
+        return model
+
+    def step(model, optimizer, x):
+        optimizer.zero_grad()
+        loss = model(x).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        log.append(loss.detach())
+        return loss
+
+    assert counts(linear(make_model=make, step=step), breaks=False).left_behind == 0
+
+
+@pytest.mark.parametrize("kept", [tuple, list, collections.deque, lambda pair: dict(enumerate(pair))])
+def test_a_cell_that_keeps_its_state_in_a_container_is_not_called_twice_alike(kept):
+    class Thinking(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.cell, self.state = nn.LSTMCell(4, 2), None
+
+        def forward(self, x):
+            before = None if self.state is None else tuple(self.state[i] for i in range(2))
+            self.state = kept(self.cell(x, before))
+            return self.state[0]
+
+    def loss_fn(model, x):
+        model.state = None
+        return sum(model(x) for _ in range(3)).pow(2).mean()
+
+    assert counts(linear(make_model=Thinking, loss_fn=loss_fn), breaks=False).repeated == {}
 
 
 @pytest.mark.parametrize("kept", ["last", "log", "itself"])

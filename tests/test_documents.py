@@ -197,7 +197,7 @@ def test_the_readme_lists_the_exercises_in_the_order_of_their_numbers():
 
 
 def test_the_readmes_tables_are_what_notebooks_and_results_give():
-    assert readme.stale() == [], "run `python tools/readme.py`"
+    assert readme.stale() == [], "run `.venv/bin/python tools/readme.py`"
 
 
 def test_the_readme_is_short():
@@ -209,7 +209,7 @@ def test_the_readme_is_short():
 def test_the_lesson_on_fabric_shows_the_ladder_that_results_hold():
     shown = markdown_of(NOTEBOOKS["code-units/9.8-fabric/2-five-steps-to-fabric.ipynb"])
     assert "](../../images/ladder-vit.png)" in shown
-    assert not ladder_pictures.stale("vit"), "run `python tools/readme.py`"
+    assert not ladder_pictures.stale("vit"), "run `.venv/bin/python tools/readme.py`"
 
 
 def test_every_picture_is_used_and_has_its_script():

@@ -12,6 +12,8 @@ import re
 import shutil
 import subprocess
 import sys
+import urllib.error
+import urllib.request
 from pathlib import Path
 
 import fabric_digits
@@ -176,6 +178,8 @@ def test_a_batch_that_all_images_do_not_fill_gets_a_sentence(monkeypatch):
 class Pictures:
     """Stands in for CIFAR-10: as many images, all grey, through the script's own transform."""
 
+    filename = "pictures"
+
     def __init__(self, folder, train, transform, download):
         self.number, self.transform = 50_000 if train else 10_000, transform
 
@@ -197,6 +201,25 @@ def test_cifar10_is_split_and_enlarged_and_its_model_gets_a_new_head(monkeypatch
     monkeypatch.setattr(vit_parts, "vit_b_16", lambda weights: VisionTransformer(224, 112, 1, 1, 8, 8))
     model = vit_parts.vit("cifar10", pretrained=True)
     assert model(parts[0][0][0].unsqueeze(0)).shape == (1, 10) and model.heads.head.weight.std() > 0
+
+
+def test_without_a_network_a_sentence_names_the_missing_file(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(FOLDER)
+    import vit_parts
+
+    def offline(*args, **options):
+        raise urllib.error.URLError("no network")
+
+    monkeypatch.setattr(urllib.request, "urlopen", offline)
+    monkeypatch.setattr(torch.hub, "urlopen", offline)
+    monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
+    for file, where, make in (
+        ("cifar-10-python.tar.gz", tmp_path / "data", lambda: vit_parts.datasets("cifar10")),
+        ("vit_b_16-c867db91.pth", tmp_path / "checkpoints", lambda: vit_parts.vit("cifar10", pretrained=True)),
+    ):
+        with pytest.raises(SystemExit) as caught:
+            make()
+        assert all(words in str(caught.value) for words in (file, "no network", str(where), "--data digits"))
 
 
 # What the names in the notebooks' snippets mean.

@@ -4,6 +4,7 @@ import ast
 import importlib.util
 import itertools
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -325,6 +326,21 @@ def test_slides_keep_answers_for_the_key_and_notes_for_the_speaker():
     assert "So." in quiz.split('<div class="fragment')[1]
 
 
+def test_a_slide_with_an_open_question_shows_claims_and_alt_texts_only_after_the_key():
+    source = (
+        'my_guess = 2\nfor n in (1, 2):\n    claim_equal(f"{n}: it is three", n + 1,\n                n + 1)\n'
+        'claim("so it is three", True)\nplots.show(fig, "Three bars.")\nprint("three")'
+    )
+    shown, told = slides.without_answers(source)
+    assert shown == 'my_guess = 2\nfor n in (1, 2):\n    # (after Space)\n# (after Space)\nprint("three")'
+    assert told.count("claim") == 2 and 'plots.show(fig, "Three bars.")' in told
+    asked = cell("## A part\n\n> **Predict.** How many?"), cell(source, "3\n"), cell("## B"), cell(source, "3\n")
+    first, second = (s for s in slides.sections(nbformat.v4.new_notebook(cells=asked), {}) if 'class="code"' in s)
+    before, after = first.split('<div class="fragment', 1)
+    assert "it is three" not in before and "Three bars" not in before and "it is three" in after
+    assert "it is three" in second, "no question is open"
+
+
 def test_a_long_output_is_cut_into_slides_that_fit():
     long = nbformat.v4.new_notebook(cells=[cell("show()", "\n".join(f"line {i}" for i in range(100)))])
     made = slides.sections(long, {})
@@ -350,7 +366,8 @@ def test_a_live_copy_leaves_the_original_as_it_is(tmp_path, monkeypatch):
     before = path.read_bytes()
     monkeypatch.setattr(present, "PRESENT", tmp_path)
     monkeypatch.setattr(sys, "argv", ["present.py", "9.6.1", "--restore"])
-    for _ in range(2):  # a demo leaves its traces, and the next call removes them
+    folders = set()
+    for _ in range(2):  # a demo leaves its traces, and the next call overwrites them
         present.main()
         [copy] = tmp_path.glob("9.6.1/code-units/*/*.ipynb")
         shown = nbformat.read(copy, as_version=4)
@@ -362,8 +379,12 @@ def test_a_live_copy_leaves_the_original_as_it_is(tmp_path, monkeypatch):
         assert sum(text.startswith("<details><summary>What came out</summary>") for text in texts) > 5
         assert any(text.startswith("## What you know now\n\n<details>") for text in texts)
         told = [c.source for c in codes if c.metadata.get("jupyter", {}).get("source_hidden")]
-        assert len(told) > 3 and all("claim" in source for source in told), "a claim tells what comes out"
+        assert len(told) > 3 and all(re.search(r"claim|plots\.show", source) for source in told), (
+            "these tell the answer"
+        )
         copy.write_text("{}")
+        folders.add(copy.parent.stat().st_ino)
+    assert len(folders) == 1, "a kernel may be running in it"
     assert path.read_bytes() == before
 
 
@@ -379,6 +400,16 @@ def test_a_rehearsal_notes_the_seconds_of_each_cell(tmp_path):
     nbformat.write(notebook, tmp_path / "a.ipynb")
     first, second = present.rehearse(tmp_path / "a.ipynb", tmp_path)
     assert (first["cell"], second["cell"]) == (1, 2) and first["seconds"] < 0.3 <= second["seconds"] < 10
+
+
+def test_a_rehearsal_that_fails_names_the_cell_and_keeps_the_seconds_before_it(tmp_path, capsys):
+    notebook = nbformat.v4.new_notebook(
+        cells=[cell("1", ""), cell("raise ValueError('not here')", ""), cell("2", "")]
+    )
+    nbformat.write(notebook, tmp_path / "a.ipynb")
+    seconds = present.rehearse(tmp_path / "a.ipynb", tmp_path)
+    assert seconds[0]["cell"] == 1 and all(row["cell"] <= 2 for row in seconds)
+    assert capsys.readouterr().out == "The rehearsal stops at cell 2: ValueError: not here\n"
 
 
 def test_a_lesson_that_is_not_there_gives_one_sentence():

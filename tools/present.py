@@ -6,6 +6,7 @@ no original file changes.
 """
 
 import argparse
+import contextlib
 import functools
 import http.server
 import json
@@ -14,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import webbrowser
 from datetime import datetime
 from pathlib import Path
 
@@ -21,6 +23,7 @@ import extras
 import nbformat
 import slides
 from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError
 from notebooks import KERNEL, QUIET, ROOT, find
 
 PRESENT = ROOT / "build" / "present"
@@ -34,27 +37,38 @@ def lesson(number: str) -> Path:
     sys.exit(f"There is no lesson {number!r}: give a unit's and a notebook's number, as in make present UNIT=9.1.1.")
 
 
-def copied(path: Path, home: Path) -> Path:
-    """Copy what the lesson reads and links to into `home`; return the folder for its live copy."""
-    for name in ("code-units", "images", "results", "exercises"):
+def copied(path: Path, home: Path, anew: bool = True) -> Path:
+    """Copy what the lesson reads and links to into `home`; return the folder for its live copy.
+
+    Unless it is made `anew`, only files are overwritten: a kernel may be running in the folder.
+    """
+    for name in ("code-units", "images", "results", "exercises") if anew else ():
         shutil.rmtree(home / name, ignore_errors=True)
     left_out = shutil.ignore_patterns("__pycache__", ".ipynb_checkpoints", "*.ipynb")
+    copy = functools.partial(shutil.copytree, dirs_exist_ok=True)
     for name in ("images", "results"):
-        shutil.copytree(ROOT / name, home / name)
-    shutil.copytree(ROOT / "exercises", home / "exercises", ignore=shutil.ignore_patterns(".ipynb_checkpoints"))
+        copy(ROOT / name, home / name)
+    copy(ROOT / "exercises", home / "exercises", ignore=shutil.ignore_patterns(".ipynb_checkpoints"))
     unit = home / path.parent.relative_to(ROOT)
-    shutil.copytree(path.parent, unit, ignore=left_out)
+    copy(path.parent, unit, ignore=left_out)
     return unit
 
 
 def rehearse(path: Path, folder: Path) -> list[dict]:
-    """Run the lesson once to fill the caches; return each code cell's number, id and seconds."""
+    """Run the lesson once to fill the caches; return the number, id and seconds of each code cell that ran.
+
+    What fails is told: better now than before the class.
+    """
     os.environ.update(QUIET)
     notebook = nbformat.read(path, as_version=4)
-    NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(folder)}}, **KERNEL).execute()
+    try:
+        NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(folder)}}, **KERNEL).execute()
+    except CellExecutionError as error:
+        failed = next(c for c in notebook.cells if any(o.output_type == "error" for o in c.get("outputs", ())))
+        print(f"The rehearsal stops at cell {failed.execution_count}: {error.ename}: {error.evalue}")
     seconds = []
     for cell in notebook.cells:
-        if cell.cell_type == "code":
+        if cell.cell_type == "code" and "shell.execute_reply" in cell.metadata.get("execution", {}):
             clock = {key: datetime.fromisoformat(value) for key, value in cell.metadata.execution.items()}
             took = clock["shell.execute_reply"] - clock["iopub.status.busy"]
             seconds.append({"cell": cell.execution_count, "id": cell.id, "seconds": round(took.total_seconds(), 2)})
@@ -67,10 +81,9 @@ def live(path: Path, folder: Path) -> Path:
     cells, asked = [], False
     for kind, source, _ in slides.pieces(notebook):
         heading, _, body = source.partition("\n")
-        hint = kind == "text" and not heading.startswith("#")
-        asked = kind == "predict" or (asked and (kind == "code" or hint))
+        asked = slides.is_asked(asked, kind, source)
         if kind == "code":
-            hidden = {"jupyter": {"source_hidden": True}} if asked and "claim" in source else {}
+            hidden = {"jupyter": {"source_hidden": True}} if asked and slides.without_answers(source)[1] else {}
             cells.append(nbformat.v4.new_code_cell(source, metadata=hidden))
         elif kind == "answer":
             cells.append(nbformat.v4.new_markdown_cell(folded("What came out", source)))
@@ -110,7 +123,7 @@ def main() -> None:
     given = parser.parse_args()
     path = lesson(given.number)
     home = PRESENT / given.number
-    folder = copied(path, home)
+    folder = copied(path, home, anew=not given.restore)
     if not given.restore:
         extras.need()
         print("Rehearsing: the lesson runs once, so that the class waits less.", flush=True)
@@ -122,12 +135,23 @@ def main() -> None:
             print(f"  cell {row['cell']}: {row['seconds']:.1f} s")
     copy = Path(os.path.relpath(live(path, folder), ROOT)).as_posix()
     print(f"The live copy is {copy}; your own files are unchanged.")
+    if given.restore:
+        print("If it is open, reload it (File, Reload Notebook from Disk) and restart its kernel.")
     if given.prepare or given.restore:
         return
-    print(f"The slides are at {serve(home / 'slides')} while this runs; press S for the speaker view.", flush=True)
+    address = serve(home / "slides")
+    print(f"The slides are at {address} while this runs; press S for the speaker view.", flush=True)
+    webbrowser.open(address)
     lab = [sys.executable, "-m", "jupyterlab", "--config=tools/lab/config.py"]
-    sys.exit(subprocess.call([*lab, f"--LabApp.default_url=/lab/tree/{copy}"], cwd=ROOT))
+    with subprocess.Popen([*lab, f"--LabApp.default_url=/lab/tree/{copy}"], cwd=ROOT) as running:
+        while running.poll() is None:
+            with contextlib.suppress(KeyboardInterrupt):  # JupyterLab gets it, too, and asks before it ends
+                running.wait()
+    sys.exit(running.returncode)
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit("Stopped.")

@@ -155,10 +155,11 @@ class Slide:
 def sections(notebook: nbformat.NotebookNode, seconds: dict[str, float]) -> list[str]:
     """The HTML of each slide. What appears at the Space key is a `fragment`; what only the speaker sees, `notes`."""
     made: list[Slide] = []
-    parts = pieces(notebook)
+    parts, asked = pieces(notebook), False
     for place, (kind, source, cell) in enumerate(parts):
+        asked = is_asked(asked, kind, source)
         if kind == "code":
-            made += _code(source, cell, seconds)
+            made += _code(source, cell, seconds, asked)
         elif kind == "predict":
             made.append(Slide("predict", _markdown(source), ROOM, _behind(parts[place + 1 :])))
         elif kind == "answer" and made[-1].used + sum(pixels for _, pixels, _ in blocks(source)) <= ROOM:
@@ -169,12 +170,42 @@ def sections(notebook: nbformat.NotebookNode, seconds: dict[str, float]) -> list
     return [str(slide) for slide in made]
 
 
-def _code(source: str, cell: nbformat.NotebookNode, seconds: dict[str, float]) -> list[Slide]:
+def is_asked(before: bool, kind: str, source: str) -> bool:
+    """Whether a prediction is still open at this piece of a lesson, if it was `before`: no answer came yet."""
+    return kind == "predict" or (before and (kind == "code" or (kind == "text" and not source.startswith("#"))))
+
+
+def without_answers(source: str) -> tuple[str, str]:
+    """The code without its claims and figures, whose words tell the answer; and these alone."""
+    lines, held = source.splitlines(), []
+    for node in ast.walk(ast.parse("\n".join("" if line.startswith(("%", "!")) else line for line in lines))):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+            called = ast.unparse(node.value.func)
+            if called.startswith("claim") or called == "plots.show":
+                held.append((node.lineno - 1, node.end_lineno, node.col_offset))
+    told = []
+    for start, end, indent in sorted(held):
+        told += [line[indent:] for line in lines[start:end]]
+        lines[start:end] = [" " * indent + "# (after Space)", *[None] * (end - start - 1)]
+    kept = [line for line in lines if line is not None]
+    once = [
+        line
+        for line, before in zip(kept, [None, *kept], strict=False)
+        if "# (after Space)" not in line or line != before
+    ]
+    return "\n".join(once), "\n".join(told)
+
+
+def _code(source: str, cell: nbformat.NotebookNode, seconds: dict[str, float], asked: bool) -> list[Slide]:
     notes = f"About {seconds[cell.id]:.1f} s in the rehearsal." if cell.id in seconds else ""
-    lines = source.splitlines()
+    source, told = without_answers(source) if asked else (source, "")
+    lines = source.splitlines() + told.splitlines()
     size, each = ("long", 24.0) if max(map(len, lines), default=0) > WIDE else ("short", 29.0)
-    code = f'<div class="{size}">{Highlight2HTML(pygments_lexer="ipython3")(source)}</div>'
-    made, waiting = [Slide("code", code, 40 + each * len(lines), notes)], ""  # all outputs on a slide appear together
+    code, waiting = (
+        f'<div class="{size}">{Highlight2HTML(pygments_lexer="ipython3")(part)}</div>' * bool(part)
+        for part in (source, told)
+    )
+    made = [Slide("code", code, 40 + each * len(lines), notes)]  # all outputs on a slide appear together
     for part, pixels in shown(cell):
         if made[-1].used + pixels > ROOM:
             made[-1].add(waiting, 0, "output" * bool(waiting))

@@ -6,8 +6,9 @@ cifar10  CIFAR-10 at 224 x 224 and ViT-B/16 with ImageNet weights. torchvision d
 """
 
 import argparse
+import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -15,7 +16,7 @@ from torch import distributed as dist
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 from torchvision.datasets import CIFAR10
-from torchvision.models import VisionTransformer, vit_b_16
+from torchvision.models import VisionTransformer, ViT_B_16_Weights, vit_b_16
 from torchvision.transforms import v2
 
 # On a Mac, Fabric's accelerator="auto" would use the GPU, whereas the plain scripts use the CPU.
@@ -57,10 +58,23 @@ def datasets(data: str) -> tuple[Dataset, Dataset, Dataset]:
     folder, several = Path(torch.hub.get_dir(), "data"), dist.is_available() and dist.is_initialized()
     if several and dist.get_rank() > 0:
         dist.barrier()  # the first process downloads while the others wait for it
-    learn, test = (CIFAR10(folder, train, transform=transform, download=True) for train in (True, False))
+    with fetched(CIFAR10.filename, folder):
+        learn, test = (CIFAR10(folder, train, transform=transform, download=True) for train in (True, False))
     if several and dist.get_rank() == 0:
         dist.barrier()
     return Subset(learn, range(45_000)), Subset(learn, range(45_000, 50_000)), test
+
+
+@contextlib.contextmanager
+def fetched(file: str, folder: Path) -> Iterator[None]:
+    """Leave the script with one sentence if what torchvision downloads inside, into `folder`, does not arrive."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:  # no network; a damaged file
+        raise SystemExit(
+            f"{file} is missing or damaged ({error}). Put it into {folder}, or train on the digits "
+            "(--data digits; SPEEDLAB_SCALE=quick in a notebook), which need no download."
+        ) from error
 
 
 def loaders(args: argparse.Namespace) -> tuple[DataLoader, DataLoader, DataLoader]:
@@ -88,7 +102,9 @@ def vit(data: str, pretrained: bool) -> VisionTransformer:
             weights = torch.load(DIGITS, weights_only=True)["weights"]  # in fp16, without a head
             model.load_state_dict({name: weight.float() for name, weight in weights.items()}, strict=False)
     else:
-        model = vit_b_16(weights="IMAGENET1K_V1" if pretrained else None)
+        weights = ViT_B_16_Weights.IMAGENET1K_V1
+        with fetched(Path(weights.url).name, Path(torch.hub.get_dir(), "checkpoints")):
+            model = vit_b_16(weights=weights if pretrained else None)
         model.heads.head = torch.nn.Linear(model.hidden_dim, 10)
     # torchvision initialises a head with zeros, so no gradient would reach the layers below it in the first step
     torch.nn.init.trunc_normal_(model.heads.head.weight, std=0.02)

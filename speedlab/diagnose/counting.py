@@ -55,6 +55,8 @@ PATIENCE = 60.0
 _COPIES = frozenset(("cpu", "numpy", "tolist", "__array__", "__dlpack__"))
 # Wrapped by vmap and the like: such a tensor has no storage of its own.
 WRAPPED = torch._C._functorch.is_functorch_wrapped_tensor
+# Where a module keeps what it has registered; other attributes may be what it remembers.
+_REGISTERED = ("_parameters", "_buffers", "_modules")
 _OURS = tuple(str(Path(file).parent) + os.sep for file in (__file__, torch.__file__))
 
 
@@ -137,22 +139,27 @@ def counts(job: Job, *, breaks: bool = True) -> Counts:
         graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
         watches = []
         around.enter_context(_collector_held())
-        buffers = _buffer_bytes(model)
+        buffers = [_buffer_bytes(model)]
         for batch in batches[4:]:
             watches.append(_Watch(model, optimizer, batch))
             with watches[-1]:
                 job.train(model, optimizer, batch)
             gc.collect()
+            buffers.append(_buffer_bytes(model))
         watch, again = watches[0], set.intersection(*(set(watch.moved) for watch in watches))
         state = count.state_bytes(model, optimizer)
-        # looked at two steps later: what the next steps replaced with their own is state, not a leak
-        left_behind = watch.left_behind() + max(0, _buffer_bytes(model) - buffers) // len(watches)
+        # looked at later: what the next steps replace with their own is state, and a leak is left by step after step
+        grown = statistics.median_low(max(0, after - before) for before, after in itertools.pairwise(buffers))
+        left_behind = min(w.left_behind() for w in watches[:2]) + grown
         saved = count.saved_bytes(lambda: job.loss(model, batches[4]), model)
         by_module: Counter[str] = Counter()
         for tensor in saved.tensors:
             by_module[tensor.where] += tensor.bytes
-        in_use = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        in_use = in_use.union(*(w.updated for w in watches))  # a second optimizer may step every other time
+        # any optimizer may use a gradient, also in a later step
+        gc.unfreeze()
+        found = [optimizer, *(o for o in gc.get_objects() if issubclass(type(o), torch.optim.Optimizer))]
+        in_use = {id(p) for each in found for group in vars(each).get("param_groups", ()) for p in group["params"]}
+        in_use = in_use.union(*(w.updated for w in watches))
         dropped = set().union(*(now.dropped(then) for now, then in itertools.pairwise(watches)))
         made = set().union(*(w.made for w in watches))  # what an earlier step left is no work of this one
         unused = (p for p in model.parameters() if id(p) in dropped | (made - in_use))
@@ -217,6 +224,7 @@ class _Watch(TorchDispatchMode):
         self.used, self.made = {}, {}
         self.writes: Counter[weakref.ref] = Counter()
         self.read: dict[weakref.ref, int] = {}  # by the number of the last operation that read it
+        self.looked_at: set[weakref.ref] = set()  # what was read outside backward
         self.looked_up: set[torch.Size] = set()
         # not torch's ModuleTracker: its hooks on gradients keep what a checkpoint computes again until the step ends
         self.names, self.running = {id(module): name for name, module in model.named_modules()}, []
@@ -244,11 +252,14 @@ class _Watch(TorchDispatchMode):
         self.around.close()
         left = _gradients(self.model.parameters())
         self.made = {key: at for key, at in left.items() if self.writes[at] or at not in self.before}
+        for p in self.model.parameters():  # an update that the user wrote reads the gradient and writes the weight
+            self.updated |= {id(p)} if left.get(id(p)) in self.looked_at and self.writes[_storage(p)] else set()
         self.used = {**left, **self.used}
 
     def dropped(self, then: "_Watch") -> set[int]:
-        """Parameters whose gradient this step made, and neither used nor left for the next step to add to."""
-        return {key for key, at in self.made.items() if key not in self.updated and then.used.get(key, at) != at}
+        """Parameters whose gradient this step made, and neither used nor left for the next step to add to or read."""
+        new = {key: at for key, at in self.made.items() if key not in self.updated and then.used.get(key, at) != at}
+        return {key for key, at in new.items() if at not in self.looked_at | then.looked_at}
 
     def _steps(self, optimizer: torch.optim.Optimizer, *_) -> None:
         self.stepping += 1
@@ -295,8 +306,10 @@ class _Watch(TorchDispatchMode):
         if func.is_view or idle or func.namespace in _NO_WORK or counter:
             return out
         taken, given = _read_and_written(func, args, kwargs, out)
-        self.read.update((weakref.ref(t.untyped_storage()), len(self.operations)) for t in taken)
-        self.writes.update(weakref.ref(t.untyped_storage()) for t in given)
+        self.read.update((_storage(t), len(self.operations)) for t in taken)
+        if torch._C._current_graph_task_id() == -1:
+            self.looked_at |= {_storage(t) for t in taken}
+        self.writes.update(_storage(t) for t in given)
         if name in _LOOKS_UP:
             self.looked_up |= {t.shape for t in tensors(args[1:]) if not t.is_floating_point()}
         formula = count.formulas().get(func._overloadpacket)
@@ -354,12 +367,12 @@ class _Watch(TorchDispatchMode):
         if not own or not inputs or drawn or untracked or torch._C._current_graph_task_id() != -1:
             return
         # references, not addresses: what is freed leaves its address to others
-        stamp = lambda t: ((at := weakref.ref(t.untyped_storage())), self.writes[at], t._version)  # noqa: E731
+        stamp = lambda t: ((at := _storage(t)), self.writes[at], t._version)  # noqa: E731
         same = ((*stamp(t), t.storage_offset(), t.shape, t.stride()) for t in inputs)
         # switches of its parts, such as training mode, LoRA's adapters off or others on; and what they remember
-        state = [value for m in module.modules() for value in vars(m).values()]
+        state = [value for m in module.modules() for name, value in vars(m).items() if name not in _REGISTERED]
         modes = tuple(_plain(value) for value in state if isinstance(value, bool | str) or _are_names(value))
-        kept = [stamp(t) for t in state if isinstance(t, torch.Tensor) and _has_version(t)]
+        kept = [stamp(t) for value in state for t in _held_by(value) if _has_version(t)]
         half = torch.is_autocast_enabled(inputs[0].device.type)
         key = (id(module), half, modes, _plain((given, named)), *map(stamp, own), *same)
         self.called[-1] = key, kept, self.draws, len(self.operations)
@@ -397,16 +410,17 @@ class _Watch(TorchDispatchMode):
 
     def left_behind(self) -> int:
         """Bytes of what this step made and what still lives, apart from state, batch and metrics to read later."""
-        left = self.held.keys() - self.before - {weakref.ref(t.untyped_storage()) for t in self.kept()}
+        left = self.held.keys() - self.before - {_storage(t) for t in self.kept()}
         if left:  # a queue of limited length lets go of what it holds, later than we look
             gc.unfreeze()  # what is frozen is not listed
             queues = (q for q in gc.get_objects() if issubclass(type(q), collections.deque) and q.maxlen is not None)
-            left -= {weakref.ref(t.untyped_storage()) for q in queues for t in tensors(list(q))}
-        single = {ref for ref in left if self.held[ref] <= 8}
-        if single:  # one number is a metric, unless its graph lives on in it
+            inside = (t for q in queues for part in q for t in tensors((part, getattr(part, "__dict__", ()))))
+            left -= {_storage(t) for t in inside}
+        few = {ref for ref in left if self.held[ref] <= 64}
+        if few:  # a few numbers are metrics, unless their graph lives on in them
             live = (t for t in gc.get_objects() if issubclass(type(t), torch.Tensor) and not WRAPPED(t))
-            graphs = (t for t in live if t.layout is torch.strided and t.grad_fn is not None)
-            left -= single - {weakref.ref(t.untyped_storage()) for t in graphs}
+            graphs = (t for t in live if t.layout is torch.strided and _has_graph(t))
+            left -= few - {_storage(t) for t in graphs}
         return sum(self.held[ref] for ref in left)
 
 
@@ -431,9 +445,9 @@ class _Methods(TorchFunctionMode):
         if name not in ("to", "cuda") or args[0].is_inference() or WRAPPED(args[0]):
             return out
         if out.data_ptr() != args[0].data_ptr() and not args[0].requires_grad:
-            given = {weakref.ref(t.untyped_storage()) for t in tensors(self.watch.batch)}
-            if weakref.ref(args[0].untyped_storage()) not in given:
-                self.watch.moved[weakref.ref(args[0].untyped_storage()), args[0]._version] = line_of_caller()
+            given = {_storage(t) for t in tensors(self.watch.batch)}
+            if _storage(args[0]) not in given:
+                self.watch.moved[_storage(args[0]), args[0]._version] = line_of_caller()
         return out
 
 
@@ -471,11 +485,31 @@ def line_of_caller() -> str:
 
 
 def _gradients(parameters: Iterable[nn.Parameter]) -> dict[int, weakref.ref]:
-    return {id(p): weakref.ref(p.grad.untyped_storage()) for p in parameters if p.grad is not None}
+    return {id(p): _storage(p.grad) for p in parameters if p.grad is not None}
+
+
+def _storage(t: torch.Tensor) -> weakref.ref:
+    return weakref.ref(t.untyped_storage())
 
 
 def _has_version(t: torch.Tensor) -> bool:
     return t.layout is torch.strided and not t.is_inference() and not WRAPPED(t)
+
+
+def _has_graph(t: torch.Tensor) -> bool:
+    try:
+        return t.grad_fn is not None
+    except RuntimeError:  # of a view that was made without gradients, and whose base was then changed
+        return True
+
+
+def _held_by(value: object) -> list[torch.Tensor]:
+    """The tensors that an attribute of a module holds: itself, or those of a short container, such as (h, c)."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    contained = isinstance(value, Mapping | list | tuple | collections.deque) and len(value) <= 100
+    parts = (value.values() if isinstance(value, Mapping) else value) if contained else ()
+    return [t for part in parts for t in (part if isinstance(part, list | tuple) else [part]) if torch.is_tensor(t)]
 
 
 def _are_names(value: object) -> bool:
