@@ -341,6 +341,12 @@ def test_a_slide_with_an_open_question_shows_claims_and_alt_texts_only_after_the
     assert "it is three" in second, "no question is open"
 
 
+def test_a_slide_links_only_to_what_it_can_reach():
+    text = "See [unit 9.3](../9.3-multi-gpu/2-fsdp.ipynb), `parts.py` and [PyTorch](https://pytorch.org)."
+    [slide] = slides.sections(nbformat.v4.new_notebook(cells=[cell(text)]), {})
+    assert "See unit 9.3" in slide and slide.count("<a ") == 1 and 'href="https://pytorch.org"' in slide
+
+
 def test_a_long_output_is_cut_into_slides_that_fit():
     long = nbformat.v4.new_notebook(cells=[cell("show()", "\n".join(f"line {i}" for i in range(100)))])
     made = slides.sections(long, {})

@@ -134,7 +134,9 @@ def _tables(table: str, most: int) -> list[str]:
 
 
 def _markdown(text: str) -> str:
-    return markdown2html(text).replace("&#182;", "").replace("¶", "")
+    made = markdown2html(text).replace("&#182;", "").replace("¶", "")
+    # other files of the course do not lie beside the slides, and a dead link would replace the talk
+    return re.sub(r'(?s)<a href="(?!https?:)[^"]*">(.*?)</a>', r"\1", made)
 
 
 class Slide:
