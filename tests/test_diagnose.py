@@ -11,6 +11,7 @@ import random
 import sys
 import threading
 import time
+import weakref
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
@@ -788,18 +789,26 @@ def test_gradients_that_are_used_in_a_later_step_or_by_the_users_own_update_are_
     assert counts(linear(step=step, make_optimizer=optimizers), breaks=False).unused_gradients == 0
 
 
-def test_an_unfrozen_average_of_the_weights_gets_gradients_that_nobody_uses():
+@pytest.mark.parametrize("clips", [True, False])
+def test_an_unfrozen_average_of_the_weights_gets_gradients_that_nobody_uses(clips):
+    idle = []
+
     def step(model, optimizer, x):
         optimizer.zero_grad()
         loss = (model.student(x) - model.teacher(x)).pow(2).mean()
         loss.backward()
+        if clips:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         with torch.no_grad():
             for kept, new in zip(model.teacher.parameters(), model.student.parameters(), strict=True):
                 kept.lerp_(new, 0.1)
         return loss
 
-    students = lambda model: torch.optim.SGD(model.student.parameters(), lr=0.1)  # noqa: E731
+    def students(model):
+        idle[:] = [torch.optim.SGD(model.teacher.parameters(), lr=0.1)]  # it never steps
+        return torch.optim.SGD(model.student.parameters(), lr=0.1)
+
     found = counts(linear(make_model=Taught, make_optimizer=students, step=step), breaks=False)
     assert found.unused_gradients == 4 * (4 * 2 + 2)
 
@@ -1321,6 +1330,23 @@ def test_what_is_left_only_once_a_few_numbers_and_a_bounded_replay_are_no_leak()
     assert left_by(lambda model, loss, x: log.append(torch.stack([loss, loss, loss]).detach())) == 0
     assert left_by(lambda model, loss, x: log.append(torch.stack([loss, loss, loss]))) > 0, "with their graph"
     assert left_by(lambda model, loss, x: replay.append(Moment(x * 2))) == 0
+    assert left_by(lambda model, loss, x: log.extend(x[:, 0].detach() + i for i in range(4))) == 4 * 8 * 4, "many"
+
+
+def test_odd_objects_that_live_elsewhere_stop_no_count():
+    class Lazy(dict):
+        def values(self):
+            raise KeyError("not now")
+
+    alone = SimpleNamespace(around=None, lazy=Lazy(a=1))
+    alone.around = {"me": alone.__dict__}
+    proxy = weakref.proxy(gone := Moment(torch.ones(1)))
+    broken = [sgd(nn.Linear(1, 1)) for _ in range(3)]
+    broken[0].param_groups, broken[1].param_groups = None, [{"lr": 1}]
+    del broken[2].__dict__["param_groups"], gone
+    queue, kept = collections.deque([alone, proxy], maxlen=5), []
+    assert left_by(lambda model, loss, x: kept.append(x * 2)) == 4 * 8 * 4
+    assert len(queue) == 2 and len(broken) == 3
 
 
 def test_positions_that_grow_once_for_a_longer_text_are_no_leak():

@@ -132,6 +132,8 @@ def counts(job: Job, *, breaks: bool = True) -> Counts:
         # a dtype that the hardware lacks takes minutes, and the counts are the same
         around.enter_context(compat.half_products(next((p.device for p in model.parameters()), "cpu")))
         batches = [job.batch() for _ in range(7)]
+        stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        around.callback(register_optimizer_step_pre_hook(lambda of, *_: stepped.add(of)).remove)
         graphs = []
         for batch in batches[:4]:
             graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
@@ -155,11 +157,12 @@ def counts(job: Job, *, breaks: bool = True) -> Counts:
         by_module: Counter[str] = Counter()
         for tensor in saved.tensors:
             by_module[tensor.where] += tensor.bytes
-        # any optimizer may use a gradient, also in a later step
+        # an optimizer may use a gradient in a later step; one that never steps, beside others that do, uses none
         gc.unfreeze()
-        found = [optimizer, *(o for o in gc.get_objects() if issubclass(type(o), torch.optim.Optimizer))]
-        in_use = {id(p) for each in found for group in vars(each).get("param_groups", ()) for p in group["params"]}
-        in_use = in_use.union(*(w.updated for w in watches))
+        live = [o for o in gc.get_objects() if issubclass(type(o), torch.optim.Optimizer)]
+        others = (g for o in live if o in stepped or not stepped for g in vars(o).get("param_groups") or ())
+        groups = [*optimizer.param_groups, *(g for g in others if isinstance(g, dict))]
+        in_use = {id(p) for group in groups for p in group.get("params", ())}.union(*(w.updated for w in watches))
         dropped = set().union(*(now.dropped(then) for now, then in itertools.pairwise(watches)))
         made = set().union(*(w.made for w in watches))  # what an earlier step left is no work of this one
         unused = (p for p in model.parameters() if id(p) in dropped | (made - in_use))
@@ -224,13 +227,16 @@ class _Watch(TorchDispatchMode):
         self.used, self.made = {}, {}
         self.writes: Counter[weakref.ref] = Counter()
         self.read: dict[weakref.ref, int] = {}  # by the number of the last operation that read it
-        self.looked_at: set[weakref.ref] = set()  # what was read outside backward
+        # outside backward: what was read, and what was only scaled in place or measured, as in clipping
+        self.looked_at: set[weakref.ref] = set()
+        self.clipped: set[weakref.ref] = set()
         self.looked_up: set[torch.Size] = set()
         # not torch's ModuleTracker: its hooks on gradients keep what a checkpoint computes again until the step ends
         self.names, self.running = {id(module): name for name, module in model.named_modules()}, []
         self.module_of: dict[int, str] = {}
         self.shapes = {tuple(sorted(p.shape)) for p in model.parameters()}
         self.on_gpu = any(p.is_cuda for p in model.parameters())
+        self.began = set(_gradients(model.parameters()).items())  # in a set, which hashes them while they live
         for tensor in self.kept():
             self.hold(tensor, was_there=True)
 
@@ -252,14 +258,19 @@ class _Watch(TorchDispatchMode):
         self.around.close()
         left = _gradients(self.model.parameters())
         self.made = {key: at for key, at in left.items() if self.writes[at] or at not in self.before}
-        for p in self.model.parameters():  # an update that the user wrote reads the gradient and writes the weight
-            self.updated |= {id(p)} if left.get(id(p)) in self.looked_at and self.writes[_storage(p)] else set()
+        # an update that the user wrote reads the gradient, of which nothing may be left, and writes the weight
+        looked = {key for key, at in (*self.began, *left.items()) if at in self.looked_at}
+        self.updated |= {id(p) for p in self.model.parameters() if id(p) in looked and self.writes[_storage(p)]}
         self.used = {**left, **self.used}
 
     def dropped(self, then: "_Watch") -> set[int]:
-        """Parameters whose gradient this step made, and neither used nor left for the next step to add to or read."""
+        """Parameters whose gradient this step made, and neither used nor left for the next step to add to or read.
+
+        A step that clips gradients and waits may skip its update where they are too large, as a loss scaler does.
+        """
         new = {key: at for key, at in self.made.items() if key not in self.updated and then.used.get(key, at) != at}
-        return {key for key, at in new.items() if at not in self.looked_at | then.looked_at}
+        read = self.looked_at | then.looked_at | (self.clipped if self.syncs else set())
+        return {key for key, at in new.items() if at not in read}
 
     def _steps(self, optimizer: torch.optim.Optimizer, *_) -> None:
         self.stepping += 1
@@ -308,7 +319,10 @@ class _Watch(TorchDispatchMode):
         taken, given = _read_and_written(func, args, kwargs, out)
         self.read.update((_storage(t), len(self.operations)) for t in taken)
         if torch._C._current_graph_task_id() == -1:
-            self.looked_at |= {_storage(t) for t in taken}
+            changed = {_storage(t) for t in given}
+            looked = {_storage(t) for t in taken} - changed
+            self.clipped |= changed | looked if "norm" in name else changed
+            self.looked_at |= set() if "norm" in name else looked
         self.writes.update(_storage(t) for t in given)
         if name in _LOOKS_UP:
             self.looked_up |= {t.shape for t in tensors(args[1:]) if not t.is_floating_point()}
@@ -414,9 +428,10 @@ class _Watch(TorchDispatchMode):
         if left:  # a queue of limited length lets go of what it holds, later than we look
             gc.unfreeze()  # what is frozen is not listed
             queues = (q for q in gc.get_objects() if issubclass(type(q), collections.deque) and q.maxlen is not None)
-            inside = (t for q in queues for part in q for t in tensors((part, getattr(part, "__dict__", ()))))
-            left -= {_storage(t) for t in inside}
-        few = {ref for ref in left if self.held[ref] <= 64}
+            left -= {_storage(t) for q in queues for part in list(q) for t in _in_queue(part)}
+        few = {ref for ref in left if self.held[ref] <= 8}
+        more = {ref for ref in left - few if self.held[ref] <= 64}
+        few |= more if sum(self.held[ref] for ref in more) <= 64 else set()
         if few:  # a few numbers are metrics, unless their graph lives on in them
             live = (t for t in gc.get_objects() if issubclass(type(t), torch.Tensor) and not WRAPPED(t))
             graphs = (t for t in live if t.layout is torch.strided and _has_graph(t))
@@ -485,7 +500,8 @@ def line_of_caller() -> str:
 
 
 def _gradients(parameters: Iterable[nn.Parameter]) -> dict[int, weakref.ref]:
-    return {id(p): _storage(p.grad) for p in parameters if p.grad is not None}
+    dense = (p for p in parameters if p.grad is not None and p.grad.layout is torch.strided)
+    return {id(p): _storage(p.grad) for p in dense}
 
 
 def _storage(t: torch.Tensor) -> weakref.ref:
@@ -501,6 +517,15 @@ def _has_graph(t: torch.Tensor) -> bool:
         return t.grad_fn is not None
     except RuntimeError:  # of a view that was made without gradients, and whose base was then changed
         return True
+
+
+def _in_queue(part: object) -> list[torch.Tensor]:
+    """The tensors of what a queue holds, and those that are its attributes."""
+    try:
+        own = list(getattr(part, "__dict__", {}).values())
+    except ReferenceError:  # a weak proxy, whose object is gone
+        return []
+    return tensors((part, [value for value in own if isinstance(value, torch.Tensor)]))
 
 
 def _held_by(value: object) -> list[torch.Tensor]:
