@@ -2,7 +2,7 @@
 
 The second run may not fail, and by the rules of the test it shows what the first showed. With --from-the-top, all
 cells run again after the last one, in the same kernel, instead of each cell right after itself.
-Usage: python tools/again.py [--from-the-top] [notebook or folder ...]
+Usage: python tools/again.py [--from-the-top] [notebook, folder, 9.1 or 9.1.1 ...]
 """
 
 import argparse
@@ -37,17 +37,24 @@ def run_twice(notebook: nbformat.NotebookNode, folder: Path, *, from_the_top: bo
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Run every code cell of lessons twice.")
-    parser.add_argument("names", nargs="*", default=["code-units"], help="notebooks or folders (default: code-units)")
+    parser.add_argument(
+        "names",
+        nargs="*",
+        default=["code-units"],
+        help="notebooks, folders or numbers such as 9.1.1 (default: code-units)",
+    )
     parser.add_argument("--from-the-top", action="store_true", help="all cells, then all cells again")
     args = parser.parse_args()
     os.environ.update(BRIEF)
-    found = 0
-    for path in (bar := tqdm(find(args.names), unit="notebook")):
+    paths, found = find(args.names), 0
+    for path in (bar := tqdm(paths, unit="notebook")):
         bar.set_postfix_str(path.stem)
         for line in run_twice(nbformat.read(path, as_version=4), path.parent, from_the_top=args.from_the_top):
             found += 1
             tqdm.write(f"{path.relative_to(ROOT).as_posix()}, {line}")
-    raise SystemExit(f"{found} cells cannot be run again." if found else 0)
+    if found:
+        raise SystemExit(f"{found} cells cannot be run again.")
+    print(f"Every code cell of {len(paths)} notebooks can be run again.")
 
 
 if __name__ == "__main__":

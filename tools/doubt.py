@@ -6,7 +6,7 @@ themselves. With one change at a time, the notebook runs again from the top in a
 results/doubt/units.json; a later run resumes there. After a change of a notebook's code, what no claim caught is
 tried again, and faults that no longer apply are replaced. A survivor that changes nothing a reader could notice
 is listed with its reason in tools/equivalent_faults.json.
-Usage: python tools/doubt.py [--minutes 60] [--faults 12] [--seed 0] [notebook or folder ...]
+Usage: python tools/doubt.py [--minutes 60] [--faults 12] [--seed 0] [notebook, folder, 9.1 or 9.1.1 ...]
 """
 
 import argparse
@@ -296,7 +296,7 @@ def _write(results: dict[str, dict]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Plant faults in the lessons and count how many are noticed.")
-    parser.add_argument("names", nargs="*", help="notebooks or folders (default: all units)")
+    parser.add_argument("names", nargs="*", help="notebooks, folders or numbers such as 9.1.1 (default: all units)")
     parser.add_argument("--minutes", type=float, default=60.0, help="start no fault after this many minutes (60)")
     parser.add_argument("--faults", type=int, default=12, help="faults per notebook (12)")
     parser.add_argument("--seed", type=int, default=0)

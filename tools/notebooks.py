@@ -189,14 +189,22 @@ def _in_order(path: Path) -> list[int | str]:
 
 
 def find(names: list[str] = ()) -> list[Path]:
-    """The course's notebooks in order, or those of the given files and folders; 10 comes after 9."""
-    places = [Path(name).resolve() for name in names] or [ROOT / folder for folder in FOLDERS]
-    missing = [str(place) for place in places if names and not place.exists()]
+    """The course's notebooks in order, 10 after 9; or those of files, folders, and numbers such as 9.1 or 9.1.1."""
+    units = [path for path in (ROOT / "code-units").iterdir() if path.is_dir()]
+    numbered = {unit.name.split("-")[0]: unit for unit in units}
+    numbered |= {number(lesson): lesson for unit in units for lesson in unit.glob("*.ipynb")}
+    places = [numbered.get(name) or Path(name).resolve() for name in names] or [ROOT / folder for folder in FOLDERS]
+    missing = [name for name, place in zip(names, places, strict=False) if not place.exists()]
     if missing:
-        raise SystemExit(f"There is no {missing[0]}. Give notebooks or folders that exist.")
+        raise SystemExit(f"There is no {missing[0]}. Give notebooks, folders or numbers of lessons, such as 9.1.1.")
     inside = lambda place: sorted(place.rglob("*.ipynb"), key=_in_order)  # noqa: E731
     found = [p for place in places for p in ([place] if place.is_file() else inside(place))]
     return [p for p in found if ".ipynb_checkpoints" not in p.parts]
+
+
+def number(lesson: Path) -> str:
+    """A lesson's number, such as 9.1.1 or capstone.1: its unit's and its own."""
+    return f"{lesson.parent.name.split('-')[0]}.{lesson.stem.split('-')[0]}"
 
 
 def execute(

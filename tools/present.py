@@ -24,17 +24,17 @@ import nbformat
 import slides
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
-from notebooks import KERNEL, QUIET, ROOT, find
+from notebooks import KERNEL, QUIET, ROOT, find, number
 
 PRESENT = ROOT / "build" / "present"
 
 
-def lesson(number: str) -> Path:
+def lesson(named: str) -> Path:
     """The path of the notebook with a number such as 9.1.1 or capstone.1."""
     for path in find([str(ROOT / "code-units")]):
-        if number == f"{path.parent.name.split('-')[0]}.{path.stem.split('-')[0]}":
+        if named == number(path):
             return path
-    sys.exit(f"There is no lesson {number!r}: give a unit's and a notebook's number, as in make present UNIT=9.1.1.")
+    sys.exit(f"There is no lesson {named!r}: give a unit's and a notebook's number, as in make present UNIT=9.1.1.")
 
 
 def copied(path: Path, home: Path, anew: bool = True) -> Path:

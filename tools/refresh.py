@@ -4,7 +4,7 @@ Without a change of code, a refresh leaves an empty diff. From the first changed
 that the notebook uses has changed, outputs are stored anew: an old measured value would be that of the old code.
 Measured values are stored from a quiet machine only. On a busy one, old values stay; if there are none, new ones are
 stored and the page is marked as noisy, and a later refresh on a quiet machine replaces them.
-Usage: python tools/refresh.py [--noisy | --keep] [--wait SECONDS] [--all | notebook or folder ...]
+Usage: python tools/refresh.py [--noisy | --keep] [--wait SECONDS] [--all | notebook, folder, 9.1 or 9.1.1 ...]
 Without names, the notebooks that git sees as changed, and those with a cell that was never run, are refreshed.
 --noisy stores measured values whatever else the machine does, and marks the page. --keep stores none where old ones
 exist: for a machine that lacks what the page shows, such as hardware for bf16, or to update only results/ figures.
@@ -143,7 +143,9 @@ def _has_unrun_cells(path: Path) -> bool:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Run notebooks again and store their outputs.")
-    parser.add_argument("names", nargs="*", help="notebooks or folders (default: what git sees as changed)")
+    parser.add_argument(
+        "names", nargs="*", help="notebooks, folders or numbers such as 9.1.1 (default: the changed ones)"
+    )
     parser.add_argument("--all", action="store_true", help="every notebook of the course")
     clocks = parser.add_mutually_exclusive_group()
     clocks.add_argument("--noisy", action="store_true", help="store measured values of a busy machine, mark the page")

@@ -16,7 +16,7 @@ import extras
 import nbformat
 import teaching
 from hosted import badges, page
-from notebooks import ROOT, find
+from notebooks import ROOT, find, number
 from readme import summary
 
 from exercises import BLOCK  # isort: skip
@@ -101,8 +101,7 @@ def lessons() -> dict[str, dict]:
     """Title, minutes and path of each lesson and its recorded seconds, by its number, such as 9.1.1 or capstone.1."""
     found = {}
     for path in find([str(ROOT / "code-units")]):
-        unit, number = path.parent.name.split("-")[0], path.stem.split("-")[0]
-        found[f"{unit}.{number}"] = summary(path) | {"seconds": recorded_seconds(path)}
+        found[number(path)] = summary(path) | {"seconds": recorded_seconds(path)}
     return found
 
 
