@@ -39,4 +39,5 @@ def dry_run(make: Callable, steps: int, loop: Callable = in_order) -> str:
         return "it climbs again after its peak"
     if (idle := falling.count(0.0)) > 1:
         return f"{idle} updates have a rate of 0"
-    return f"it ends at {falling[-1] / falling[0]:.0%} of its peak" if falling[-1] > 0.1 * falling[0] else ""
+    # a decay to a tenth, as for language models, comes near it from above
+    return f"it ends at {falling[-1] / falling[0]:.0%} of its peak" if falling[-1] > 0.11 * falling[0] else ""

@@ -46,7 +46,8 @@ const peak = (moments) => Math.max(...Object.values(moments).map(sum));
 // backward needs written and read once.
 function floor({ peakTflops, bandwidth, ...setup }) {
   const { batch, precision, optimizer, checkpointing, layers, tokens = 197 } = setup, size = BYTES[precision][0];
-  const passes = checkpointing ? 4 : 3; // of two FLOPs per weight and token; backward takes two
+  // of two FLOPs per weight and token: backward takes two; a block runs again but for its last product, a third of it
+  const passes = checkpointing ? 3 + 2 / 3 : 3;
   const flops = passes * 2 * weights(setup) * batch * tokens;
   const kept = checkpointing ? layers * batch * tokens * setup.width * size
     : layers * blockBytes(batch, tokens, setup.width, setup.heads, precision);
@@ -87,11 +88,14 @@ function seconds(plan, model, hardware, sequences, m) {
   const { data: d, tensor: t, pipeline: p, zero } = plan;
   const mine = model.parameters / t / p, batch = (sequences / d / m) * model.tokens;
   const forward = (2 * mine * batch) / hardware.flops, output = 2 * batch * model.width;
-  const half = (ranks, size, near) =>
-    (ranks - 1) * (hardware.latency + size / ranks / (near ? hardware.inside : hardware.across));
-  const exchange = (10 * half(t, output, true) * model.layers) / p;
-  const neighbours = p > 1 ? 2 * half(2, (2 * output) / t, hardware.gpus <= hardware.machine) : 0;
-  const exposed = dataSeconds(zero, m, forward, (size) => half(d, size * mine, t * d <= hardware.machine));
+  const { inside, across, machine, latency, gpus } = hardware;
+  const half = (ranks, size, bandwidth) => (ranks - 1) * (latency + size / ranks / bandwidth);
+  const exchange = (10 * half(t, output, inside) * model.layers) / p;
+  const neighbours = p > 1 ? 2 * half(2, (2 * output) / t, gpus <= machine ? inside : across) : 0;
+  // a data group that leaves its machines sends over all the cards that it has in each
+  const cards = Math.min(inside, across * Math.floor(machine / t));
+  const network = t * d <= machine ? inside : cards;
+  const exposed = dataSeconds(zero, m, forward, (size) => half(d, size * mine, network));
   const parts = { computation: m * 3 * forward, tensor: m * exchange, neighbours: m * neighbours };
   return { ...parts, bubble: ((p - 1) * sum(parts)) / m, data: exposed };
 }
