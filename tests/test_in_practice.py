@@ -291,11 +291,15 @@ def test_fsdp_shards_over_one_dimension_and_saves_nothing_over_lightnings_two(wo
 
 @pytest.mark.parametrize("world", [8], indirect=True)
 def test_copies_of_shards_are_as_many_as_9_2_says(world):
-    model = nn.Linear(64, 64)
+    model = nn.Module()
+    model.layers, model.head = nn.ModuleList([nn.Linear(64, 64), nn.Linear(64, 64)]), nn.Linear(64, 64)
     names = {"model": model, "init_device_mesh": init_device_mesh, "fully_shard": fully_shard}
-    snippet = lines(practice("9.2*/5-*")[0], "copies = ", 2).replace('"cuda", (4, 8)', '"cpu", (2, 4)')
+    snippet = lines(practice("9.2*/5-*")[0], "copies = ", 3).replace('"cuda", (4, 8)', '"cpu", (2, 4)')
     exec(snippet, names)
-    assert model.weight.to_local().shape == (16, 64)
+    parts = [*model.layers, model.head]
+    assert [part.weight.to_local().shape for part in parts] == [(16, 64)] * 3
+    groups = [part for part in model.modules() if isinstance(part, FSDPModule)]
+    assert groups == [model, *model.layers], "each layer is gathered by itself"
 
 
 def test_defaults_of_waiting_are_those_that_9_3_names():
