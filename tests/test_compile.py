@@ -1,6 +1,7 @@
 """Unit 9.4 on bad days: no compiler, a cache that cannot be written, a full disk, a child that hangs; counts."""
 
 import errno
+import json
 import os
 import subprocess
 import sys
@@ -186,6 +187,37 @@ def test_plans_compute_what_eager_computes_and_leave_nothing_behind(unit):
     torch.testing.assert_close(x.grad, torch.autograd.grad(model(x).sum(), x)[0])
     if compat.compiler("cpu"):
         torch.testing.assert_close(torch.compile(model)(x), model(x))
+
+
+@pytest.mark.parametrize(("dynamic", "later"), [(None, [1, 1, 1]), (False, [0, 0, 1])])
+def test_after_a_partial_batch_the_symbolic_graph_serves_the_full_ones_too(dynamic, later):
+    """What 9.4.2 says of drop_last: two full batches and a partial one, for two epochs."""
+    torch.compiler.reset()
+    made, served = [], []
+
+    def noted(graph, _):
+        made.append(graph)
+        mine = len(made) - 1
+        return lambda *args: served.append(mine) or graph(*args)
+
+    compiled = torch.compile(nn.Linear(4, 4), backend=noted, dynamic=dynamic)
+    for _ in range(2):
+        for size in (64, 64, 40):
+            compiled(torch.ones(size, 4))
+    assert len(made) == 2 and served == [0, 0, 1, *later]
+
+
+def test_the_condition_of_9_4_2_also_compiles_behind_dynamo():
+    """torch.cond refuses operands that share memory, which a backend that only records does not see."""
+    space = {"torch": torch, "device": "cpu", "x": torch.randn(256, 64)}
+    cells = json.loads((UNIT / "2-graph-breaks-and-shapes.ipynb").read_text(encoding="utf-8"))["cells"]
+    [source] = ["".join(cell["source"]) for cell in cells if "def choose(" in "".join(cell["source"])]
+    torch.compiler.reset()
+    exec(source[: source.index("one = ")], space)
+    chosen = torch.compile(lambda x: space["choose"](x, "torch.cond"), backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        for x in (space["x"] + 1, space["x"] - 1):
+            torch.testing.assert_close(chosen(x), space["choose"](x, "if"))
 
 
 # --- cold starts ------------------------------------------------------------------------------------------
