@@ -202,6 +202,43 @@ def test_transformers_precisions_are_what_9_1_says(calls):
             calls["TrainingArguments"](tf32=True)
 
 
+def test_fabric_rounds_float_inputs_and_the_trainer_does_not():
+    """Both under bf16-mixed: 257 is no bf16 number."""
+    seen = []
+
+    class Noting(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 3)
+
+        def forward(self, x):
+            seen.append(x[0, 0].item())
+            return self.layer(x).sum()
+
+        def training_step(self, batch, _):
+            return self(batch)
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    data, quiet = torch.full((4, 4), 257.0), dict(accelerator="cpu", devices=1, precision="bf16-mixed")
+    options = dict(max_steps=1, logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    lightning.Trainer(**quiet, **options, enable_model_summary=False).fit(Noting(), DataLoader(data, batch_size=4))
+    model = lightning.Fabric(**quiet).setup(Noting())
+    model(data)
+    assert seen == [257, 256]
+    assert "Fabric, too, but it casts float inputs to bf16" in practice("9.1*/1-*")[0]
+
+
+def test_fp16_weights_are_an_error_when_gradients_are_unscaled():
+    model, scaler = nn.Linear(4, 3).half(), torch.amp.GradScaler("cpu")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with torch.autocast("cpu", torch.bfloat16):
+        scaler.scale(model(torch.ones(2, 4)).float().sum()).backward()
+    with pytest.raises(ValueError, match="FP16 gradients"):
+        scaler.unscale_(optimizer)
+
+
 def test_lightning_refuses_to_clip_for_a_fused_optimizer(calls):
     line = lines(practice("9.1*/3-*")[0], "Trainer(precision=").replace("16-mixed", "bf16-mixed")
     with pytest.raises(RuntimeError, match="clip"):

@@ -120,6 +120,8 @@ def test_the_interval_is_that_of_students_t(unit):
         (lambda o: lr_scheduler.OneCycleLR(o, 1.0, total_steps=200), 30, "100% of its peak"),
         (lambda o: lr_scheduler.ConstantLR(o, 1.0), 20, "100% of its peak"),
         (lambda o: get_wsd_schedule(o, 10, 20, 100), 150, "50 updates have a rate of 0"),
+        (lambda o: lr_scheduler.CosineAnnealingLR(o, 1000, eta_min=0.1), 1000, ""),
+        (lambda o: lr_scheduler.CosineAnnealingLR(o, 1000, eta_min=0.2), 1000, "ends at 20% of its peak"),
     ],
 )
 def test_the_dry_run_reports_schedules_longer_and_shorter_than_the_run(unit, make, steps, said):
@@ -203,6 +205,15 @@ def test_in_practice_of_notebook_1_runs(tmp_path, monkeypatch):
     )
     expected = [0.08 * (1 + math.cos(math.pi * (i // 2) / 10)) / 2 for i in range(20)]
     assert small.rates == pytest.approx(expected, abs=1e-6)
+
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return iter(data)
+
+    for limits, rates in (({"max_epochs": 1}, [0.08, 0, 0.08, 0]), ({"max_steps": 4}, [0.08, 0.0683, 0.04, 0.0117])):
+        small = Small()
+        lightning.Trainer(accelerator="cpu", **limits, **quiet).fit(small, DataLoader(Stream(), 8))
+        assert small.rates[:4] == pytest.approx(rates, abs=1e-4), "without a length, every second rate is 0"
 
 
 def test_in_practice_of_notebook_2_runs(tmp_path, monkeypatch):

@@ -6,9 +6,14 @@ import re
 import subprocess
 import sys
 
+import lightning
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelPruning
 from notebooks import ROOT
+from torch import nn
+from torch.nn.utils import prune
+from torch.utils.data import DataLoader
 
 FOLDER = ROOT / "code-units" / "9.9-smaller-models"
 # what a snippet finds there already; a process of its own, as these packages print and warn when they are imported
@@ -67,6 +72,40 @@ def test_a_snippet_in_practice_runs(number, place, package, after):
     source = BEFORE.format(imports=imports) + practice(number)[place] + after
     run = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=300, cwd=FOLDER)
     assert run.returncode == 0, run.stderr
+
+
+@pytest.mark.parametrize("masks_again", [False, True])
+def test_a_pruned_run_that_resumes_keeps_its_zeros_only_if_they_are_masked_again(tmp_path, masks_again):
+    class Model(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(16, 8)
+
+        def on_train_start(self):  # after the checkpoint was loaded
+            if masks_again and self.current_epoch:
+                prune.custom_from_mask(self.layer, "weight", self.layer.weight != 0)
+
+        def training_step(self, batch, _):
+            return self.layer(batch).square().mean()
+
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+    def fit(epochs, resumed):
+        torch.manual_seed(0)
+        model = Model()
+        only_first = {"apply_pruning": lambda epoch: epoch == 0, "use_lottery_ticket_hypothesis": False}
+        pruning = ModelPruning("l1_unstructured", [(model.layer, "weight")], amount=0.5, **only_first)
+        quiet = dict.fromkeys(
+            ["logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"], False
+        )
+        trainer = lightning.Trainer(max_epochs=epochs, accelerator="cpu", callbacks=[pruning], **quiet)
+        trainer.fit(model, DataLoader(torch.ones(32, 16), batch_size=8), ckpt_path=resumed)
+        trainer.save_checkpoint(tmp_path / "run.ckpt")
+        return (model.layer.weight == 0).float().mean().item()
+
+    assert fit(2, None) == 0.5
+    assert fit(3, tmp_path / "run.ckpt") == (0.5 if masks_again else 0)
 
 
 def test_seeds_are_independent_and_repeat(helpers):

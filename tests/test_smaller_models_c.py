@@ -8,6 +8,8 @@ from notebooks import ROOT
 from torch import nn
 from torch.nn import functional as F
 
+from speedlab import count
+
 UNIT = ROOT / "code-units" / "9.9-smaller-models"
 
 
@@ -135,6 +137,29 @@ def test_the_snippet_for_qlora_names_what_exists():
     config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
                                 bnb_4bit_compute_dtype=torch.bfloat16)  # fmt: skip
     assert config.bnb_4bit_quant_type == "nf4" and callable(prepare_model_for_kbit_training)
+
+
+def test_beside_16_bit_weights_lora_keeps_more_than_full_fine_tuning_unless_autocast_casts_its_input():
+    from peft import LoraConfig, get_peft_model
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(vocab_size=40, hidden_size=128, intermediate_size=256, num_hidden_layers=1,
+                         num_attention_heads=2, use_cache=False)  # fmt: skip
+    ids = torch.randint(40, (2, 64))
+
+    def kept(autocast=False, **changed):
+        model = LlamaForCausalLM(config).to(torch.bfloat16).train()
+        if changed:
+            model = get_peft_model(
+                model, LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM", **changed)
+            )
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            return count.saved_bytes(lambda: model(input_ids=ids, labels=ids).loss, model).bytes
+
+    full = kept()
+    assert kept(lora_dropout=0.0) > 1.2 * full and kept(autocast=True, lora_dropout=0.0) < 1.15 * full
+    assert kept(lora_dropout=0.05) > kept(lora_dropout=0.0)
 
 
 def test_all_linear_leaves_the_output_layer_of_a_language_model_alone():
