@@ -6,6 +6,7 @@ the snippets of the other pages are run by the tests of their units.
 
 import functools
 import json
+import os
 import re
 import warnings
 from datetime import timedelta
@@ -21,6 +22,7 @@ from lightning.pytorch.callbacks import ThroughputMonitor
 from lightning.pytorch.loggers import CSVLogger
 from notebooks import ROOT
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -362,6 +364,62 @@ def test_a_new_group_does_not_inherit_the_time_limit(alone):
     groups = dist.group.WORLD, dist.new_group(), names["watch"]
     limits = [group._get_backend(torch.device("cpu")).options._timeout for group in groups]
     assert limits == [timedelta(minutes=20), timedelta(minutes=30), timedelta(minutes=5)]
+
+
+@pytest.mark.parametrize("world", [64], indirect=True)
+def test_the_fp16_hook_of_9_3_loses_small_gradients_before_it_sums(world, monkeypatch):
+    gradients = torch.randn(10_000, generator=torch.Generator().manual_seed(0)) * world * 1e-8
+
+    def summed(tensor, **_):  # of ranks that all have the same
+        (future := torch.futures.Future()).set_result([tensor.float() * world])
+        return SimpleNamespace(get_future=lambda: future)
+
+    monkeypatch.setattr(dist, "all_reduce", summed)
+    errors = []
+    for hook in (default_hooks.fp16_compress_hook, default_hooks.bf16_compress_hook):
+        bucket = SimpleNamespace(buffer=gradients.clone)
+        errors.append(((hook(None, bucket).wait() - gradients).norm() / gradients.norm()).item())
+    assert errors[0] > 0.5 > 0.01 > errors[1]
+
+
+def test_lightnings_file_of_the_signal_belongs_to_one_job(tmp_path, monkeypatch, calls):
+    """Without a folder of its own the next job takes it up; and a test loads it, unless it is told what to load."""
+    monkeypatch.chdir(tmp_path)
+    job = {"NTASKS": 1, "JOB_NAME": "train", "PROCID": 0, "LOCALID": 0, "NODEID": 0, "NODELIST": "localhost"}
+    for name, value in job.items():
+        monkeypatch.setenv(f"SLURM_{name}", str(value))
+    snippet = practice("9.3*/5-*")[1].replace("num_nodes=2, devices=8, ", "")
+    rows = DataLoader([(row, label) for row, label in ROWS], batch_size=4)
+
+    class Tested(Small):
+        def on_train_start(self):
+            starts.append(self.trainer.global_step)
+
+        def test_step(self, batch, _):
+            tested.append(self.layer.weight.detach().clone())
+
+    def fitted(steps: int):
+        names = {"os": os, "Trainer": functools.partial(calls["Trainer"], max_steps=steps)}
+        exec(snippet.replace("default_root_dir=folder", "default_root_dir=folder" if own else ""), names)
+        trainer, model = names["trainer"], Tested()
+        trainer.fit(model, rows)
+        return trainer, model
+
+    for own, resumed in ((True, 0), (False, 2)):
+        starts, tested = [], []
+        calls["Trainer"] = functools.partial(calls["Trainer"], default_root_dir=tmp_path)
+        monkeypatch.setenv("SLURM_JOB_ID", "100")
+        trainer, _ = fitted(2)
+        trainer.save_checkpoint(trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir))
+        fitted(3)  # the same job's next life
+        monkeypatch.setenv("SLURM_JOB_ID", "200")
+        trainer, model = fitted(4)
+        assert starts == [0, 2, resumed]
+        if not own:
+            trainer.save_checkpoint("newest.ckpt")
+            trainer.test(model, rows, verbose=False)
+            trainer.test(model, rows, verbose=False, ckpt_path="newest.ckpt")
+            assert not tested[0].equal(tested[-1])
 
 
 def test_the_last_checkpoint_is_the_newest_even_a_torn_one(tmp_path):

@@ -4,6 +4,7 @@ import functools
 import importlib.util
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -139,6 +140,38 @@ def test_a_stop_is_obeyed_and_a_restart_repeats_its_dropout(tmp_path):
     assert all(first[step] == second[step] for step in (4, 5, 6)), (
         "a restart draws other masks than the first attempt"
     )
+
+
+SAVES_BESIDE_ITS_STEPS = """
+import sys, torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+dist.init_process_group("gloo")
+SAVING
+sums = []
+for step in range(3):
+    future = CALL
+    for i in range(100):
+        sums.append(torch.full((4,), float(i)))
+        dist.all_reduce(sums[-1])
+    future.result()
+print(sum(x.sum().item() for x in sums))
+dist.destroy_process_group()
+"""
+
+
+def test_a_save_in_a_group_of_its_own_leaves_the_steps_alone(tmp_path):
+    cells = json.loads((UNIT / "4-checkpoints-and-restarts.ipynb").read_text(encoding="utf-8"))["cells"]
+    prose = "".join(line for cell in cells if cell["cell_type"] == "markdown" for line in cell["source"])
+    [group] = re.findall(r"`(saving =\s[^`]+)`", prose)
+    [call] = re.findall(r"`(dcp\.async_save\(\.\.\.[^`]+)`", prose)
+    state = '{"w": torch.zeros(1000)}, checkpoint_id=f"{sys.argv[1]}/{step}"'
+    script = SAVES_BESIDE_ITS_STEPS.replace("SAVING", group).replace("CALL", call.replace("...", state))
+    (tmp_path / "saves.py").write_text(script)
+    launched = launch.run(tmp_path / "saves.py", 2, tmp_path / "saved", environment=CPU, timeout=120)
+    assert [float(output) for output in launched.outputs] == [3 * 2 * 4 * sum(range(100))] * 2
+    assert len(list((tmp_path / "saved").glob("*/.metadata"))) == 3
 
 
 def test_the_slurm_script_is_a_shell_script_and_runs_what_torchrun_gets(module):
