@@ -48,6 +48,11 @@ class KernelDiedError(Exception):
 
 
 class Cell(IPyNbCell):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        # after an error, a busy kernel may take this long to come to rest; nbval's 5 s end in an error of its own
+        self.output_timeout = 60
+
     def sanitize(self, text):
         text = super().sanitize(text)
         return Printed(blank(text)) if isinstance(text, str) else text

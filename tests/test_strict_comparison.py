@@ -265,6 +265,14 @@ def test_a_kernel_that_dies_at_once_is_started_again(tmp_path):
     assert run.returncode == 0 and "2 passed" in run.stdout, run.stdout
 
 
+def test_a_cell_that_ran_out_of_time_is_named_even_if_its_kernel_is_slow_to_come_to_rest(tmp_path):
+    source = "import time\nget_ipython().events.register('post_execute', lambda: time.sleep(8))\ntime.sleep(600)"
+    nbformat.write(new_notebook(cells=[cell(source)]), small_house(tmp_path) / "one.ipynb")
+    asked = [sys.executable, "-m", "pytest", "--nbval", "--nbval-cell-timeout=3", "-p", "no:xdist"]
+    run = subprocess.run(asked, cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    assert "Timeout of 3 seconds exceeded executing cell" in run.stdout, run.stdout
+
+
 HANGS = """
 import threading
 
