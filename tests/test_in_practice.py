@@ -341,6 +341,20 @@ def test_copies_of_shards_are_as_many_as_9_2_says(world):
     assert groups == [model, *model.layers], "each layer is gathered by itself"
 
 
+def test_transformers_shards_its_checkpoints_only_where_it_is_told(tmp_path, monkeypatch):
+    monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "false")  # the arguments set it
+    names = {"TrainingArguments": functools.partial(transformers.TrainingArguments, use_cpu=True)}
+    snippet = practice("9.3*/2-*")[0]
+    exec(
+        lines(snippet, "sharded =", 2).replace('"runs"', f"{str(tmp_path)!r}").replace("Training", "made = Training"),
+        names,
+    )
+    default = transformers.TrainingArguments(str(tmp_path), fsdp=True, use_cpu=True)
+    asked = ("state_dict_type", "cpu_ram_efficient_loading")
+    assert [default.fsdp_plugin_args[name] for name in asked] == ["FULL_STATE_DICT", False]
+    assert [names["made"].fsdp_plugin_args[name] for name in asked] == ["SHARDED_STATE_DICT", True]
+
+
 def test_defaults_of_waiting_are_those_that_9_3_names():
     [snippet] = practice("9.3*/3-*")
     half_an_hour, twenty = timedelta(minutes=30), timedelta(minutes=20)

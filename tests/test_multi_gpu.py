@@ -177,11 +177,16 @@ def test_a_save_in_a_group_of_its_own_leaves_the_steps_alone(tmp_path):
 def test_the_slurm_script_is_a_shell_script_and_runs_what_torchrun_gets(module):
     cluster = module("cluster")
     script = cluster.slurm("train.py", nodes=3, gpus=8, cores=32, hours=5)
-    lines = script[script.index("srun torchrun") : script.index("job=$!")].strip().removesuffix("&").splitlines()
+    lines = script[script.index("srun --kill") : script.index("job=$!")].strip().removesuffix("&").splitlines()
     assert all(line.endswith(" \\") for line in lines[:-1]), "the shell would take this for several commands"
     command = shlex.split("".join(line.removesuffix("\\") for line in lines))
     options = {"nodes": "3", "processes": 8, "endpoint": "$head:$port", "job": "$SLURM_JOB_ID", "restarts": 2}
-    assert command == ["srun", "torchrun", *cluster.torchrun("train.py", "$folder", **options)]
+    assert command == [
+        "srun",
+        "--kill-on-bad-exit=1",
+        "torchrun",
+        *cluster.torchrun("train.py", "$folder", **options),
+    ]
     if Path("/bin/bash").exists():
         assert subprocess.run(["/bin/bash", "-n"], input=script, text=True, timeout=30).returncode == 0
 
@@ -196,7 +201,7 @@ def test_a_slurm_job_is_requeued_when_its_time_runs_out_and_not_when_it_ends_or_
     assert [life["code"] for life in (first, second, last)] == [0, 0, 0]
     late = script.replace("code=$?", "code=$?; sleep 0.5")  # the job ends before the script looks again
     assert cluster.play_slurm(late, lives=2)[0]["asked"] == "requeue 4711"
-    failing = script.replace("srun torchrun", "srun torchrun && false")
+    failing = re.sub(r"(srun .*) torchrun", r"\1 torchrun && false", script)
     assert [(life["asked"], life["code"]) for life in cluster.play_slurm(failing, lives=1)] == [("", 1)]
 
 

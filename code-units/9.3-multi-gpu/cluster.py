@@ -39,7 +39,7 @@ def slurm(script: str, *, nodes: int, gpus: int, cores: int, hours: int) -> str:
     """A batch script for a training run that saves into a given folder, and stops when a file `stop` is there."""
     meeting = {"endpoint": '"$head:$port"', "job": '"$SLURM_JOB_ID"'}
     command = torchrun(script, '"$folder"', nodes=str(nodes), processes=gpus, restarts=2, **meeting)
-    lines = " \\\n    ".join(["srun torchrun", *command])
+    lines = " \\\n    ".join(["srun --kill-on-bad-exit=1 torchrun", *command])
     return f"""#!/bin/bash
 #SBATCH --nodes={nodes}
 #SBATCH --ntasks-per-node=1           # one torchrun per node, which starts the processes
@@ -55,7 +55,7 @@ mkdir -p "$folder"
 rm -f "$folder/stop"
 trap 'touch "$folder/stop"; asked=1' USR1   # the training script sees this file, saves, and ends
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-port=$((20000 + SLURM_JOB_ID % 20000))
+port=$((20000 + SLURM_JOB_ID % 12000))   # below those that Linux gives to outgoing connections
 export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK   # since SLURM 22.05, srun does not inherit --cpus-per-task
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # otherwise a restart (torch 2.15) may find addresses of dead processes
 {lines} &

@@ -44,6 +44,7 @@ def build(args, mesh: DeviceMesh, policy: MixedPrecisionPolicy, device: torch.de
     set_model_state_dict(model, whole, options=options)
     places = model.distilbert.embeddings.position_ids  # a buffer that no state dict holds
     places.copy_(torch.arange(places.numel()).view_as(places))
+    machine.seed_everything(args.seed + dist.get_rank())  # from here on, every rank draws its own dropout
     return model
 
 
