@@ -173,4 +173,5 @@ def test_the_answer_beside_the_staircase_is_what_its_sliders_show(helpers):
 
     outlier = next(o for o in (0.1, 0.5, 1.0, 2.0, 4.0, 8.0) if lost(bits=6, outlier=o, each_row=False) > 50)
     bits = max(b for b in range(2, 9) if lost(bits=b, outlier=8.0, each_row=True) >= 25)
-    assert any(f"(Outlier: {outlier:g} or more; bits: {bits} or fewer.)" in text for text in sources)
+    said = f"Answers: with one scale, an outlier of {outlier:g} or more; with its own, {bits} bits or fewer."
+    assert any(said in text for text in sources)
